@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from async_rlhf.actors.environments.tool_calls import tool_calls
     from async_rlhf.actors.rewards import Score, Stream, TransientError, reward
     from async_rlhf.api import Run, TrainResult, start, train
-    from async_rlhf.inspect.trials import Trial, try_rewards
+    from async_rlhf.inspect.trials import TrialReport, try_rewards
     from async_rlhf.learner.registry import advantage, loss
     from async_rlhf.run.config import Config
 
@@ -29,7 +29,7 @@ __all__ = [
     "Stream",
     "TrainResult",
     "TransientError",
-    "Trial",
+    "TrialReport",
     "__version__",
     "advantage",
     "environment",
@@ -49,7 +49,7 @@ _HOMES = {
     **dict.fromkeys(("Run", "TrainResult", "start", "train"), "async_rlhf.api"),
     "Config": "async_rlhf.run.config",
     **dict.fromkeys(("advantage", "loss"), "async_rlhf.learner.registry"),
-    **dict.fromkeys(("Trial", "try_rewards"), "async_rlhf.inspect.trials"),
+    **dict.fromkeys(("TrialReport", "try_rewards"), "async_rlhf.inspect.trials"),
 }
 
 

@@ -156,7 +156,7 @@ Outcome = tuple[int, float | None]
 
 
 @dataclass(frozen=True)
-class _Line:
+class _PromptLine:
     step: int | None
     outcomes: Sequence[Outcome]
     known: int
@@ -178,7 +178,7 @@ class Order:
         self.num_steps = 0
         """How many batches have been counted."""
         self._unwritten = b""  # decided, and not on disk yet
-        self._decided: _Line | None = None
+        self._decided: _PromptLine | None = None
         self._file = Appending(self._path, files)
         try:
             files.make(directory)
@@ -224,7 +224,7 @@ class Order:
             self._learn(step, outcomes, known)
             places = self._choose(first, target)
             if step is not None or outcomes or places:
-                self._decided = _Line(step, outcomes, known, first, places)
+                self._decided = _PromptLine(step, outcomes, known, first, places)
                 self._unwritten = json.dumps(vars(self._decided), separators=(",", ":"), allow_nan=False).encode() + b"\n"
                 self._write()
         return self._pools.choose(len(self._places)) is None
@@ -253,7 +253,7 @@ class Order:
             places.append(place)
         return places
 
-    def _bind(self, line: _Line) -> None:
+    def _bind(self, line: _PromptLine) -> None:
         self._not_judged.update(range(line.first, line.first + len(line.places)))
         self._places.extend(line.places)
         if line.step is not None:
@@ -287,11 +287,11 @@ class Order:
         self._files.sync_path(self._path)
 
 
-def _parsed(data: bytes) -> _Line | None:
+def _parsed(data: bytes) -> _PromptLine | None:
     """None for what is no line of this file."""
     try:
         found: dict[str, Any] = json.loads(data) if data.endswith(b"\n") else {}
         outcomes = [(int(number), rate) for number, rate in found["outcomes"]]
-        return _Line(found["step"], outcomes, int(found["known"]), int(found["first"]), list(map(int, found["places"])))
+        return _PromptLine(found["step"], outcomes, int(found["known"]), int(found["first"]), list(map(int, found["places"])))
     except (ValueError, TypeError, KeyError):
         return None

@@ -12,7 +12,7 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """Bytes from `offset` on of files that lie one behind the other, and that other processes of this machine can open, as long
     as `owner` is kept."""
 
@@ -31,7 +31,7 @@ class RawTensor:
     dtype: str
     shape: tuple[int, ...]
     data: bytes | memoryview
-    part: Part | None = field(default=None, compare=False, repr=False)
+    part: FilePart | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:

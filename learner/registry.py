@@ -28,11 +28,11 @@ Decorator = Literal["loss", "advantage"]
 _MODULES: Mapping[Decorator, str] = {"loss": "losses", "advantage": "advantages"}
 
 
-class _Spec(BaseModel):
+class _RegisteredSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class LossSpec(_Spec):
+class LossSpec(_RegisteredSpec):
     """What a loss is, apart from its formula."""
 
     level: Literal["token", "sequence", "pair"] = "token"
@@ -66,7 +66,7 @@ class LossSpec(_Spec):
         return self
 
 
-class AdvantageSpec(_Spec):
+class AdvantageSpec(_RegisteredSpec):
     """What an advantage estimator is, apart from its formula."""
 
     level: Literal["group", "group_tokens", "tokens"] = "group"

@@ -156,6 +156,30 @@ def test_a_file_holds_one_idea_at_a_readable_length() -> None:
     assert not [name for name in SOURCES if Path(name).stem in {"utils", "helpers", "common", "misc"}]
 
 
+# What is defined more than once, and why.
+SEVERAL = {"Service": "a tracking service, one of the same kind in a file of each"}
+
+
+def test_the_name_of_a_class_means_one_thing() -> None:
+    places: dict[str, set[str]] = {}
+    for path, tree in SOURCES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name.lstrip("_"), set()).add(path)
+    assert {name: own for name, own in places.items() if len(own) > 1 and name not in SEVERAL} == {}
+    assert all(len(places[name]) > 1 for name in SEVERAL)
+
+
+def test_a_function_fits_a_screen() -> None:
+    functions = (
+        (node.end_lineno - node.lineno + 1, f"{path}:{node.name}")
+        for path, tree in SOURCES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno
+    )
+    assert not [place for length, place in functions if length > 57]
+
+
 def test_nothing_executes_data() -> None:
     forbidden = {"eval", "exec", "torch.load", "torch.save"}
     assert not [

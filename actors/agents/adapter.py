@@ -22,11 +22,18 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from async_rlhf.actors.agents.endpoint import endpoint
-from async_rlhf.actors.agents.sessions import IncomingCall, Pending
+from async_rlhf.actors.agents.sessions import IncomingCall, PendingCall
 from async_rlhf.actors.agents.turns import RESPONSE_TEMPLATE, Turns
 from async_rlhf.actors.environments.from_trl import plain
 from async_rlhf.actors.environments.loading import MAX_TURNS, Adapted
-from async_rlhf.actors.environments.settings import Beside, Declaration, EnvironmentFunction, Reply, Scores, settings_of
+from async_rlhf.actors.environments.settings import (
+    Beside,
+    EnvironmentDeclaration,
+    EnvironmentFunction,
+    Reply,
+    Scores,
+    settings_of,
+)
 from async_rlhf.actors.environments.tool_calls import TEMPLATE, checked
 from async_rlhf.actors.rewards.signature import Signature
 from async_rlhf.actors.workers.watchdog import watched
@@ -47,14 +54,14 @@ def from_function(target: str, function: EnvironmentFunction, signature: Signatu
     template = checked(options.get(RESPONSE_TEMPLATE, TEMPLATE))  # ours too: what reads it is imported here
     required = tuple(name for name in signature.required if name != "llm")
     fields = None if signature.any_column else (*required, *signature.optional, RESPONSE_TEMPLATE)
-    runner: Callable[[_Inbox], _Runner] = _Task if signature.is_async else _Thread
+    runner: Callable[[_Inbox], _Runner] = _AgentTask if signature.is_async else _Thread
     play = functools.partial(played, runner, function, template)
     return Adapted(play if signature.is_async else plain(play), replace(declared, calls=True), required, fields=fields)
 
 
-def agent_of(solve: Callable[..., Any], declared: Declaration, template: Mapping[str, Any]) -> Adapted:
+def agent_of(solve: Callable[..., Any], declared: EnvironmentDeclaration, template: Mapping[str, Any]) -> Adapted:
     """An asynchronous agent of ours around a foreign object, which takes any column."""
-    return Adapted(functools.partial(played, _Task, solve, checked(template)), replace(declared, calls=True))
+    return Adapted(functools.partial(played, _AgentTask, solve, checked(template)), replace(declared, calls=True))
 
 
 class _Runner(Protocol):
@@ -105,9 +112,9 @@ class _Inbox:
 async def played(
     run: Callable[[_Inbox], _Runner], function: Callable[..., Any], template: Mapping[str, Any], /, **fields: Any
 ) -> AsyncGenerator[Beside | Scores, Reply | None]:
-    """run: `_Thread` or `_Task`. fields: of the episode."""
+    """run: `_Thread` or `_AgentTask`. fields: of the episode."""
     fields.pop(RESPONSE_TEMPLATE, None)
-    inbox, server, answering = _Inbox(), endpoint(), dict[int, Pending]()
+    inbox, server, answering = _Inbox(), endpoint(), dict[int, PendingCall]()
     runner, (session, llm) = run(inbox), server.open(inbox.put)
     turns = Turns(template, session)
     try:
@@ -156,7 +163,7 @@ class _Thread:
         self._inbox.put(None)
 
 
-class _Task:
+class _AgentTask:
     """An asynchronous function, as a task on the loop of its process."""
 
     def __init__(self, inbox: _Inbox) -> None:

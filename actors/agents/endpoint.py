@@ -34,7 +34,7 @@ from starlette.routing import Mount, Route
 from async_rlhf.actors.agents import chat, messages, responses
 from async_rlhf.actors.agents.request import ChatRequest, RequestError
 from async_rlhf.actors.agents.response import MODEL, Dialect
-from async_rlhf.actors.agents.sessions import IncomingCall, Pending, Session
+from async_rlhf.actors.agents.sessions import AgentSession, IncomingCall, PendingCall
 from async_rlhf.buffers.errors import EpisodeError
 
 HEADER = "x-async-rlhf-train"
@@ -108,7 +108,7 @@ class Endpoint:
     def __init__(self, port: int = 0, key: str = "", actions: Mapping[str, Action] | None = None) -> None:
         """actions: by name, served to whoever has the key, `POST /NAME`; they do not wait. Raises OSError where the port cannot
         be had."""
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, AgentSession] = {}
         self._key, self._actions = key.encode(), dict(actions or {})
         self._socket = socket.create_server(("127.0.0.1", port), backlog=_MAX_CONNECTIONS)
         self.origin = "http://{}:{}".format(*self._socket.getsockname())
@@ -133,15 +133,15 @@ class Endpoint:
         )
         self._thread.start()
 
-    def open(self, on_call: Callable[[IncomingCall], object]) -> tuple[Session, Llm]:
+    def open(self, on_call: Callable[[IncomingCall], object]) -> tuple[AgentSession, Llm]:
         """A session of an episode. Raises EpisodeError when the server has ended."""
         if not self._thread.is_alive():
             raise EpisodeError("the thread of the agents' endpoint has ended; see the log for its error")
-        session = Session(on_call)
+        session = AgentSession(on_call)
         self._sessions[session.secret] = session
         return session, Llm(self.origin, session.secret)
 
-    def end(self, session: Session) -> None:
+    def end(self, session: AgentSession) -> None:
         """The episode has ended: open requests are answered, and its key is no longer one."""
         self._sessions.pop(session.secret, None)
         session.end()
@@ -199,7 +199,7 @@ class Endpoint:
         except ClientDisconnect:
             return Response(status_code=499)
 
-    def _session(self, request: Request) -> Session:
+    def _session(self, request: Request) -> AgentSession:
         named = request.path_params.get("secret")
         session = self._sessions.get(named or _key_of(request))
         if session is None:
@@ -279,7 +279,7 @@ def _key_of(request: Request) -> str:
     return bearer[7:].strip() if bearer[:7].lower() == "bearer " else request.headers.get("x-api-key", "")
 
 
-async def _has_answer(request: Request, call: Pending) -> bool:
+async def _has_answer(request: Request, call: PendingCall) -> bool:
     """Waits for the call's answer; False where the client has gone before."""
     loop, settled = asyncio.get_running_loop(), asyncio.Event()
     gone = asyncio.ensure_future(request.receive())  # behind a body nothing comes but the loss of the connection

@@ -18,7 +18,7 @@ import verifiers.v1 as vf
 from async_rlhf.actors.agents.adapter import STEP_S, agent_of
 from async_rlhf.actors.agents.endpoint import Llm
 from async_rlhf.actors.environments.loading import MAX_TURNS, Adapted, located
-from async_rlhf.actors.environments.settings import Declaration, Message
+from async_rlhf.actors.environments.settings import EnvironmentDeclaration, Message
 from async_rlhf.actors.environments.tool_calls import TEMPLATE
 from async_rlhf.buffers.errors import ConfigError, EpisodeError
 from async_rlhf.buffers.score import Score
@@ -44,7 +44,7 @@ def from_verifiers(named: str, options: Mapping[str, Any]) -> Adapted:
         row = {name: value for name, value in columns.items() if value is not None}
         return _score(await _episode(block, {**row, "prompt": prompt or None}, llm))
 
-    return agent_of(solve, Declaration(name=name, max_turns=most, timeout_s=STEP_S), _TEMPLATE)
+    return agent_of(solve, EnvironmentDeclaration(name=name, max_turns=most, timeout_s=STEP_S), _TEMPLATE)
 
 
 def module_id(taskset: type) -> str:

@@ -29,7 +29,7 @@ from typing import Any
 
 from async_rlhf.actors.agents.endpoint import Endpoint
 from async_rlhf.actors.agents.request import RequestError
-from async_rlhf.actors.agents.sessions import IncomingCall, Session
+from async_rlhf.actors.agents.sessions import AgentSession, IncomingCall
 from async_rlhf.actors.agents.turns import RESPONSE_TEMPLATE, Turns
 from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.loading import MAX_TURNS, EnvironmentSpec
@@ -37,7 +37,7 @@ from async_rlhf.actors.environments.pool import Event
 from async_rlhf.actors.environments.server import ANY_TURNS, EnvironmentServer
 from async_rlhf.actors.environments.settings import Reply, Scores
 from async_rlhf.actors.environments.tool_calls import TEMPLATE, checked
-from async_rlhf.actors.environments.yields import End, Read, fails, read_yield
+from async_rlhf.actors.environments.yields import EpisodeEnd, Read, fails, read_yield
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.score import Score
 
@@ -48,12 +48,12 @@ SILENT_S = 240.0
 
 
 @dataclass(eq=False)
-class _Running:
+class _StartedEpisode:
     """An episode that a harness has started. answering: the call that the model answers; calls: those behind it. reward: the
     newest that was set. since: when something last came of the harness, or an answer was given to it; monotonic seconds."""
 
     key: int
-    session: Session
+    session: AgentSession
     turns: Turns
     since: float
     began: float
@@ -79,7 +79,7 @@ class Harnesses:
         self.wake: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._waiting: dict[int, Mapping[str, Any]] = {}
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _StartedEpisode] = {}
         self._events: queue.SimpleQueue[Event[int]] = queue.SimpleQueue()
         self.counters = Counter({"started": 0, "ended": 0, "timed_out": 0, "given_up": 0})
         actions = {"start_session": self._start, "set_reward": self._set_reward, "end_session": self._end}
@@ -138,7 +138,7 @@ class Harnesses:
             session, llm = self.endpoint.open(lambda call: self._on_call(session.secret, call))
             llm = replace(llm, origin=origin)
             now = self._clock()
-            self._running[session.secret] = _Running(key, session, Turns(self._template, session), now, time.time())
+            self._running[session.secret] = _StartedEpisode(key, session, Turns(self._template, session), now, time.time())
             self.counters["started"] += 1
         urls = {"base_url": llm.base_url, "anthropic_url": llm.anthropic_url, "api_key": llm.api_key, "model": llm.model}
         return {"session_id": session.secret, "row": dict(row), "environ": llm.environ, **urls}
@@ -162,7 +162,7 @@ class Harnesses:
             if failure := body.get("failure"):
                 scores = Scores(Score(failure=str(failure)[:1000]))
             end = read_yield(scores, running.turns.num_calls, ANY_TURNS, calls=True)
-            assert isinstance(end, End)
+            assert isinstance(end, EpisodeEnd)
             self.counters["ended"] += 1
             self._over(running, end)
         return {"score": end.score and end.score.value, "failure": end.failure or None}
@@ -178,37 +178,37 @@ class Harnesses:
 
     # -- both, under the lock ----------------------------------------------------------------------------------------
 
-    def _ask(self, running: _Running, call: IncomingCall) -> None:
+    def _ask(self, running: _StartedEpisode, call: IncomingCall) -> None:
         """A call whose turn comes, unless its client has gone."""
         if not running.session.begins(call.pending):
             return
         running.answering, running.since = call, self._clock()
         read = read_yield(running.turns.call(call.request), running.turns.num_calls - 1, ANY_TURNS, calls=True)
-        if isinstance(read, End):
+        if isinstance(read, EpisodeEnd):
             self._over(running, read)
         else:
             self._happened(running, read)
 
-    def _over(self, running: _Running, end: End) -> None:
+    def _over(self, running: _StartedEpisode, end: EpisodeEnd) -> None:
         self._close_session(running)
         self._happened(running, end)
 
-    def _close_session(self, running: _Running) -> None:
+    def _close_session(self, running: _StartedEpisode) -> None:
         del self._running[running.session.secret]
         self.endpoint.end(running.session)
 
-    def _happened(self, running: _Running, result: Read | End) -> None:
+    def _happened(self, running: _StartedEpisode, result: Read | EpisodeEnd) -> None:
         self._events.put(Event(running.key, result, running.began, time.time()))
         running.began = time.time()
         self.wake()
 
-    def _is_late(self, running: _Running) -> bool:
+    def _is_late(self, running: _StartedEpisode) -> bool:
         return running.answering is None and self._clock() - running.since > self._timeout_s
 
-    def _of(self, key: int) -> _Running | None:
+    def _of(self, key: int) -> _StartedEpisode | None:
         return next((running for running in self._running.values() if running.key == key), None)
 
-    def _named(self, body: Mapping[str, Any]) -> _Running:
+    def _named(self, body: Mapping[str, Any]) -> _StartedEpisode:
         running = self._running.get(str(body.get("session_id")))
         if running is None:
             raise RequestError("unknown or closed session; its run may have given it up", 410)

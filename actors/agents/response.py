@@ -9,13 +9,13 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from async_rlhf.actors.agents.request import ChatRequest
 from async_rlhf.actors.environments.settings import Message, Reply
-from async_rlhf.actors.environments.tool_calls import Turn, parsed
+from async_rlhf.actors.environments.tool_calls import ParsedTurn, parsed
 
 MODEL = "policy"
 """What the model is called; requests may call it otherwise."""
 
 
-class ToolCall(NamedTuple):
+class WrittenToolCall(NamedTuple):
     """arguments: by name."""
 
     id: str
@@ -36,7 +36,7 @@ class ChatResponse:
     id: str
     text: str
     reasoning: str
-    calls: tuple[ToolCall, ...]
+    calls: tuple[WrittenToolCall, ...]
     finish_reason: Literal["stop", "length", "tool_calls"]
     stopped_by: str | None
     num_prompt: int
@@ -72,7 +72,7 @@ def read_reply(reply: Reply, request: ChatRequest, template: Mapping[str, Any], 
     turn = _turn(text, request, template)
     calls = tuple(
         # Nine letters and digits, which Mistral's templates ask for.
-        ToolCall(f"call{number:03}{at:02}", call["function"]["name"], call["function"]["arguments"])
+        WrittenToolCall(f"call{number:03}{at:02}", call["function"]["name"], call["function"]["arguments"])
         for at, call in enumerate(turn.calls)
     )
     whole: Literal["stop", "tool_calls"] = "tool_calls" if calls else "stop"
@@ -104,7 +104,7 @@ def _cut(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
     return text[:at], first
 
 
-def _turn(text: str, request: ChatRequest, template: Mapping[str, Any]) -> Turn:
+def _turn(text: str, request: ChatRequest, template: Mapping[str, Any]) -> ParsedTurn:
     """A call whose arguments a client could not be given as JSON cannot be read. What has neither calls nor reasoning stays as
     it was written."""
     if not request.tools:
@@ -116,6 +116,6 @@ def _turn(text: str, request: ChatRequest, template: Mapping[str, Any]) -> Turn:
             if not isinstance(call["function"]["arguments"], dict):
                 raise ValueError("arguments have names")
     except ValueError:
-        return Turn({"role": "assistant", "content": text}, is_unparsed=True)
+        return ParsedTurn({"role": "assistant", "content": text}, is_unparsed=True)
     is_plain = not turn.calls and not turn.message.get("reasoning_content")
-    return Turn({"role": "assistant", "content": text}, turn.is_unparsed) if is_plain else turn
+    return ParsedTurn({"role": "assistant", "content": text}, turn.is_unparsed) if is_plain else turn

@@ -27,7 +27,7 @@ from async_rlhf.actors.agents.response import ChatResponse
 
 
 @dataclass(eq=False)
-class Pending:
+class PendingCall:
     """What is kept of a call: not what it asks, which grows with the conversation. key: as of `ask`. num_waiting: connections
     on which the answer is waited for; is_given: one had it."""
 
@@ -41,10 +41,10 @@ class IncomingCall(NamedTuple):
     """A call, and what takes the model's turn in answer to it."""
 
     request: ChatRequest
-    pending: Pending
+    pending: PendingCall
 
 
-class Session:
+class AgentSession:
     """See the module docstring. secret: names it in a URL or as a key. name: in the ids of its answers, and in no others.
     num_joined: requests that were no call of their own. num_left: calls without a connection when their turn came."""
 
@@ -54,10 +54,10 @@ class Session:
         self.num_joined = self.num_left = 0
         self._on_call = on_call
         self._lock = threading.Lock()
-        self._calls: dict[bytes, list[Pending]] = {}
+        self._calls: dict[bytes, list[PendingCall]] = {}
         self._is_over = False
 
-    def ask(self, key: bytes, request: ChatRequest, is_retry: bool) -> Pending:
+    def ask(self, key: bytes, request: ChatRequest, is_retry: bool) -> PendingCall:
         """The call whose answer a request waits for, until `left` or `gave`: its own, or one that it is a retry of.
 
         key: equal for a request and its retries. Raises RequestError when the episode has ended.
@@ -72,11 +72,11 @@ class Session:
                 self.num_joined += 1
                 call.num_waiting += 1
                 return call
-            known.append(call := Pending(key, num_waiting=1))
+            known.append(call := PendingCall(key, num_waiting=1))
         self._on_call(IncomingCall(request, call))
         return call
 
-    def begins(self, call: Pending) -> bool:
+    def begins(self, call: PendingCall) -> bool:
         """Whether the turn of a call that arrived may begin; else it has no connection, and is forgotten."""
         with self._lock:
             if call.num_waiting:
@@ -85,12 +85,12 @@ class Session:
             self.num_left += 1
             return False
 
-    def left(self, call: Pending) -> None:
+    def left(self, call: PendingCall) -> None:
         """A request has lost its connection."""
         with self._lock:
             call.num_waiting -= 1
 
-    def gave(self, call: Pending) -> None:
+    def gave(self, call: PendingCall) -> None:
         """A request has its answer."""
         with self._lock:
             call.num_waiting -= 1

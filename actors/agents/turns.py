@@ -11,7 +11,7 @@ from typing import Any
 from async_rlhf.actors.agents.conversations import Conversations
 from async_rlhf.actors.agents.request import ChatRequest, RequestError
 from async_rlhf.actors.agents.response import ChatResponse, read_reply
-from async_rlhf.actors.agents.sessions import Session
+from async_rlhf.actors.agents.sessions import AgentSession
 from async_rlhf.actors.environments.settings import Call, Reply, Scores, counted
 from async_rlhf.actors.rewards.answer import read
 from async_rlhf.buffers.score import Score
@@ -28,7 +28,7 @@ class Turns:
     """Of one episode, one at a time in each conversation: `call`, then `wrote`. template: how the model writes reasoning
     and calls of tools."""
 
-    def __init__(self, template: Mapping[str, Any], session: Session) -> None:
+    def __init__(self, template: Mapping[str, Any], session: AgentSession) -> None:
         self._template, self._session, self._conversations = template, session, Conversations()
         self._requests: dict[int, tuple[ChatRequest, int]] = {}
         self._counts = Counter({"calls": 0, "unparsed_turns": 0})

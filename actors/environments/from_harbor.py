@@ -35,7 +35,7 @@ from async_rlhf.actors.data.files import task_files
 from async_rlhf.actors.environments.from_trl import answers
 from async_rlhf.actors.environments.loading import MAX_TURNS, Adapted
 from async_rlhf.actors.environments.rendering import as_messages
-from async_rlhf.actors.environments.settings import Content, Declaration, Message, counted
+from async_rlhf.actors.environments.settings import Content, EnvironmentDeclaration, Message, counted
 from async_rlhf.actors.environments.tool_calls import read_turn, schema_of
 from async_rlhf.buffers.errors import ConfigError, EpisodeError, did_you_mean
 from async_rlhf.buffers.score import Score
@@ -102,7 +102,7 @@ def from_harbor(named: str, options: Mapping[str, Any]) -> Adapted:
         reason = str(getattr(error, "stderr", None) or error).strip()
         raise EpisodeError(f"'harbor:{named}': {runner} does not run here ({reason}); others: {', '.join(_RUNNERS)}") from error
     longest = max(task["test_s"] for task in tasks.values()) + _COMMAND_S
-    settings = Declaration(name=Path(place).name, max_turns=MAX_TURNS, timeout_s=longest)
+    settings = EnvironmentDeclaration(name=Path(place).name, max_turns=MAX_TURNS, timeout_s=longest)
     return Adapted(partial(_played, tasks, runner, network), settings, ("task",), (schema_of(bash),))
 
 

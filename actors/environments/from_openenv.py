@@ -17,7 +17,7 @@ import httpx2
 from websockets.asyncio.client import ClientConnection, connect
 
 from async_rlhf.actors.environments.loading import MAX_TURNS, Adapted
-from async_rlhf.actors.environments.settings import Content, Declaration, Message
+from async_rlhf.actors.environments.settings import Content, EnvironmentDeclaration, Message
 from async_rlhf.actors.environments.yields import MAX_BYTES
 from async_rlhf.buffers.errors import ConfigError, EpisodeError, did_you_mean
 from async_rlhf.buffers.score import Score
@@ -46,7 +46,7 @@ def from_openenv(address: str, options: Mapping[str, Any]) -> Adapted:
             hint = did_you_mean(str(name), known[side])
             raise ConfigError(f"environment.options.{side}: {address} has no field {name!r}; {hint}")
     play = partial(_played, address, options.get("action"), options.get("observation"))
-    return Adapted(play, Declaration(name="openenv", max_turns=MAX_TURNS, timeout_s=_STEP_S))
+    return Adapted(play, EnvironmentDeclaration(name="openenv", max_turns=MAX_TURNS, timeout_s=_STEP_S))
 
 
 async def _played(

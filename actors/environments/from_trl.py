@@ -23,8 +23,8 @@ from typing import Any
 
 from async_rlhf.actors.environments.loading import MAX_TURNS, Adapted, located
 from async_rlhf.actors.environments.rendering import as_messages
-from async_rlhf.actors.environments.settings import Declaration, EnvironmentFunction, Message, counted
-from async_rlhf.actors.environments.tool_calls import TEMPLATE, Tool, Turn, checked, read_turn, schema_of
+from async_rlhf.actors.environments.settings import EnvironmentDeclaration, EnvironmentFunction, Message, counted
+from async_rlhf.actors.environments.tool_calls import TEMPLATE, ParsedTurn, Tool, checked, read_turn, schema_of
 from async_rlhf.actors.rewards.adapters import taken
 from async_rlhf.actors.rewards.loading import found_in
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
@@ -74,7 +74,7 @@ def from_trl(named: str, options: Mapping[str, Any]) -> Adapted:
     is_async = any(map(inspect.iscoroutinefunction, [*methods.values(), *functions, *rewards.values()]))
     return Adapted(
         player.play if is_async else plain(player.play),
-        Declaration(name=name_of_it, max_turns=MAX_TURNS),
+        EnvironmentDeclaration(name=name_of_it, max_turns=MAX_TURNS),
         tuple(dict.fromkeys(needed)),
         schemas,
         judges=bool(rewards) or "get_reward" in methods,
@@ -136,7 +136,7 @@ def _reset(world: Any, row: Mapping[str, Any], seed: int) -> list[Message]:
     return [*before, {**last, "content": last["content"] + observed}]
 
 
-async def answers(turn: Turn, tools: Mapping[str, Callable[..., Any]], counts: Counter[str]) -> list[Message]:
+async def answers(turn: ParsedTurn, tools: Mapping[str, Callable[..., Any]], counts: Counter[str]) -> list[Message]:
     """A message for each call of a tool: those of plain functions in the order of the calls, then those that were awaited."""
     results: list[tuple[str, Any]] = []
     waiting: list[tuple[str, Any]] = []

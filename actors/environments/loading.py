@@ -28,7 +28,12 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any, Literal
 
-from async_rlhf.actors.environments.settings import Declaration, EnvironmentFunction, EnvironmentSettings, settings_of
+from async_rlhf.actors.environments.settings import (
+    EnvironmentDeclaration,
+    EnvironmentFunction,
+    EnvironmentSettings,
+    settings_of,
+)
 from async_rlhf.actors.environments.tool_calls import Tool, schema_of
 from async_rlhf.actors.rewards.loading import absolute, found_in, split_form
 from async_rlhf.actors.rewards.signature import Signature, check_parameters
@@ -65,7 +70,7 @@ class Adapted:
     """
 
     function: EnvironmentFunction
-    settings: Declaration
+    settings: EnvironmentDeclaration
     required: tuple[str, ...] = ()
     tools: tuple[Tool, ...] = ()
     judges: bool = True

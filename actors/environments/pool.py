@@ -21,7 +21,7 @@ from async_rlhf.actors.environments.loading import EnvironmentSpec, form_of
 from async_rlhf.actors.environments.remote import RemoteEpisodes
 from async_rlhf.actors.environments.settings import EnvironmentFunction, Reply
 from async_rlhf.actors.environments.worker import EpisodeKind
-from async_rlhf.actors.environments.yields import End, Read, fails
+from async_rlhf.actors.environments.yields import EpisodeEnd, Read, fails
 from async_rlhf.actors.workers.book import Failed
 from async_rlhf.actors.workers.pool import WorkerPool
 from async_rlhf.actors.workers.sessions import Closed, StepResult
@@ -42,7 +42,7 @@ class Event(Generic[Key]):
     """
 
     key: Key
-    result: Read | End | None
+    result: Read | EpisodeEnd | None
     began: float = 0.0
     ended: float = 0.0
 
@@ -59,7 +59,7 @@ class EpisodeCounters:
 
 
 @dataclass
-class _Pending(Generic[Key]):
+class _PendingEpisode(Generic[Key]):
     key: Key
     writes: int = 0
     turns: int = 0
@@ -79,7 +79,7 @@ class EpisodePool(Generic[Key]):
         self._spec, self.wake, self._is_awake = spec, wake, False
         self._ids = itertools.count()
         self._id_of: dict[Key, int] = {}
-        self._pending: dict[int, _Pending[Key]] = {}
+        self._pending: dict[int, _PendingEpisode[Key]] = {}
         self._inbox: queue.SimpleQueue[tuple[int, StepResult | Closed | Failed | None]] = queue.SimpleQueue()
         self.counters = EpisodeCounters()
         form, address = form_of(spec.target)
@@ -110,7 +110,7 @@ class EpisodePool(Generic[Key]):
         if key in self._id_of:
             raise EpisodeError(f"the episode {key} runs already; poll its end or discard it first")
         id = self._id_of[key] = next(self._ids)
-        self._pending[id] = _Pending(key)
+        self._pending[id] = _PendingEpisode(key)
         self._sessions.begin(id, key, self._spec.usable(fields), self._spec.timeout_s)
 
     def reply(self, key: Key, sent: str | Reply) -> None:
@@ -176,7 +176,7 @@ class EpisodePool(Generic[Key]):
         self._count(message.result)
         return Event(pending.key, message.result, message.began, message.ended)
 
-    def _count(self, end: End) -> None:
+    def _count(self, end: EpisodeEnd) -> None:
         """The log gets the first failure with its traceback."""
         self.counters.episodes[end.reason] += 1
         if end.reason == "failed":

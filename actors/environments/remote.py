@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any, cast
 
 from async_rlhf.actors.environments.loading import Adapted, EnvironmentSpec
-from async_rlhf.actors.environments.settings import Call, Declaration, Message, Reply
-from async_rlhf.actors.environments.yields import End, Read, fails, read_yield
+from async_rlhf.actors.environments.settings import Call, EnvironmentDeclaration, Message, Reply
+from async_rlhf.actors.environments.yields import EpisodeEnd, Read, fails, read_yield
 from async_rlhf.actors.workers import CALLER
 from async_rlhf.actors.workers.client import Failure, SessionClient, describe
-from async_rlhf.actors.workers.messages import SERVED, EnvironmentFields, ReplyFields, Step, Stepped, to_answers
+from async_rlhf.actors.workers.messages import SERVED, EnvironmentFields, ReplyFields, SessionStep, Stepped, to_answers
 from async_rlhf.actors.workers.sessions import Happened, StepResult
 from async_rlhf.buffers.errors import ConfigError, DeadlineError, EpisodeError, WireError
 from async_rlhf.buffers.score import Score
@@ -36,11 +36,11 @@ def from_server(address: str, options: Mapping[str, Any]) -> Adapted:
     Raises EpisodeError when it does not answer, ConfigError for other options.
     """
     if address.startswith(CALLER):
-        return Adapted(_remote, Declaration())
+        return Adapted(_remote, EnvironmentDeclaration())
     if unknown := options.keys() - {"keys"}:
         raise ConfigError(f"environment.options.{min(unknown)}: a remote environment takes keys; others are its server's")
     served = _described(address, str(options.get("keys", "")))
-    settings = Declaration(**served.model_dump(exclude={"required", "fields", "tools", "judges"}))
+    settings = EnvironmentDeclaration(**served.model_dump(exclude={"required", "fields", "tools", "judges"}))
     fields = None if served.fields is None else tuple(served.fields)
     return Adapted(_remote, settings, tuple(served.required), tuple(served.tools), served.judges, fields)
 
@@ -67,7 +67,7 @@ def _described(address: str, keys: str) -> EnvironmentFields:
 
 
 @dataclass
-class _Episode:
+class _RemoteEpisode:
     """turn: of the newest step, which began then (seconds since the epoch). ends_at: monotonic seconds."""
 
     key: Hashable
@@ -81,15 +81,15 @@ class RemoteEpisodes:
 
     def __init__(self, spec: EnvironmentSpec, address: str, happened: Happened) -> None:
         self._spec, self._happened = spec, happened
-        self._episodes: dict[int, _Episode] = {}
+        self._episodes: dict[int, _RemoteEpisode] = {}
         self._lost: set[Hashable] = set()
         keys = "" if address.startswith(CALLER) else str(spec.options.get("keys", ""))
         self._client = SessionClient(address, keys, SERVED, self._answered)
 
     def begin(self, id: int, key: Hashable, what: Mapping[str, Any], timeout_s: float) -> None:
         limit_s = self._spec.episode_timeout_s
-        episode = _Episode(key, float("inf") if limit_s is None else time.monotonic() + limit_s)
-        self._client.do(partial(self._step, id, episode, Step.model_construct(id=id, members=[{**what}])))
+        episode = _RemoteEpisode(key, float("inf") if limit_s is None else time.monotonic() + limit_s)
+        self._client.do(partial(self._step, id, episode, SessionStep.model_construct(id=id, members=[{**what}])))
 
     def reply(self, id: int, sent: str | Reply) -> None:
         self._client.do(partial(self._reply, id, sent))
@@ -106,7 +106,7 @@ class RemoteEpisodes:
 
     # -- the client's thread -----------------------------------------------------------------------------------------
 
-    def _step(self, id: int, episode: _Episode, step: Step) -> None:
+    def _step(self, id: int, episode: _RemoteEpisode, step: SessionStep) -> None:
         self._episodes[id] = episode
         episode.turn, episode.began = step.turn, time.time()
         # An agent's first call may wait for a harness that starts it; the server bounds what comes after that.
@@ -117,7 +117,7 @@ class RemoteEpisodes:
     def _reply(self, id: int, sent: str | Reply) -> None:
         if (episode := self._episodes.get(id)) is not None:
             text, reply = (sent, None) if isinstance(sent, str) else (sent.text, _fields(sent))
-            self._step(id, episode, Step(id=id, turn=episode.turn + 1, text=text, reply=reply))
+            self._step(id, episode, SessionStep(id=id, turn=episode.turn + 1, text=text, reply=reply))
 
     def _discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
         self._lost.difference_update(keys)
@@ -136,13 +136,13 @@ class RemoteEpisodes:
             self._episodes[id] = episode
         elif isinstance(answer, Stepped) and answer.content is not None:
             self._client.leave([id])  # the server would go on
-        self._happened(id, StepResult(id, result, episode.began, now, ends=isinstance(result, End)))
+        self._happened(id, StepResult(id, result, episode.began, now, ends=isinstance(result, EpisodeEnd)))
 
-    def _result(self, episode: _Episode, step: Stepped) -> Read | End:
+    def _result(self, episode: _RemoteEpisode, step: Stepped) -> Read | EpisodeEnd:
         if step.content is None:
             return _ended(step)
         if episode.turn >= self._spec.max_turns:
-            return End("max_turns", None if step.score is None else Score(step.score))
+            return EpisodeEnd("max_turns", None if step.score is None else Score(step.score))
         if self._spec.calls != (step.call is not None):
             return fails("not readable", "the server's environment is not the one this run was checked with")
         if step.call is None:
@@ -150,7 +150,7 @@ class RemoteEpisodes:
         call = Call(messages=cast("list[Message]", step.content), **dict(step.call))
         return read_yield(call, episode.turn, self._spec.max_turns, calls=True)
 
-    def _failed(self, episode: _Episode, failure: Failure) -> End:
+    def _failed(self, episode: _RemoteEpisode, failure: Failure) -> EpisodeEnd:
         if failure.kind == "late" and episode.ends_at <= time.monotonic():
             return fails("timed out", f"the episode took longer than {self._spec.episode_timeout_s:g} s (episode_timeout_s)")
         if failure.kind == "late":
@@ -162,10 +162,10 @@ def _fields(reply: Reply) -> ReplyFields:
     return ReplyFields(finish_reason=reply.finish_reason, num_prompt=reply.num_prompt, num_tokens=reply.num_tokens)
 
 
-def _ended(step: Stepped) -> End:
+def _ended(step: Stepped) -> EpisodeEnd:
     if not step.answers:
-        return End("returned") if step.turn else fails("no turn", "it ended before the model wrote anything")
+        return EpisodeEnd("returned") if step.turn else fails("no turn", "it ended before the model wrote anything")
     (answer,) = to_answers(step.answers)
     if answer.failure is not None:
-        return End("failed", answer.score(), "reported")
-    return End("scored", answer.score(), turn_scores=tuple(step.turn_scores))
+        return EpisodeEnd("failed", answer.score(), "reported")
+    return EpisodeEnd("scored", answer.score(), turn_scores=tuple(step.turn_scores))

@@ -20,15 +20,15 @@ from async_rlhf.actors.environments.pool import EpisodePool, Event
 from async_rlhf.actors.environments.settings import EnvironmentFunction, Reply
 from async_rlhf.actors.environments.yields import Read
 from async_rlhf.actors.rewards import Answer
-from async_rlhf.actors.workers.messages import CallFields, EnvironmentFields, Step, Stepped, to_fields
-from async_rlhf.actors.workers.service import Client, Service, Session
+from async_rlhf.actors.workers.messages import CallFields, EnvironmentFields, SessionStep, Stepped, to_fields
+from async_rlhf.actors.workers.service import ServedSession, ServiceClient, WorkerService
 from async_rlhf.buffers.errors import WireError
 
 ANY_TURNS = 1 << 62
 """A run bounds them itself."""
 
 
-class Episodes(Protocol):
+class ServedEpisodes(Protocol):
     """As of `EpisodePool`. wake: called from any thread when a poll may have something."""
 
     wake: Callable[[], None]
@@ -44,7 +44,7 @@ class Episodes(Protocol):
     def close(self) -> None: ...
 
 
-class EnvironmentServer(Service):
+class EnvironmentServer(WorkerService):
     """See the module docstring."""
 
     what = "an environment"
@@ -57,11 +57,11 @@ class EnvironmentServer(Service):
         key_dir: Path | None = None,
         function: EnvironmentFunction | None = None,
         *,
-        pool: Episodes | None = None,
+        pool: ServedEpisodes | None = None,
         **service: Any,
     ) -> None:
         """function: where only this process has it. pool: what plays; None: processes of its own. service: as of
-        `Service`. Raises ConfigError."""
+        `WorkerService`. Raises ConfigError."""
         super().__init__(address, key_dir, **service)
         self._spec = spec
         unbounded = replace(spec, max_turns=ANY_TURNS, one_by_one=True)
@@ -79,12 +79,12 @@ class EnvironmentServer(Service):
     def _close(self) -> None:
         self._pool.close()
 
-    def _begin(self, client: Client, session: Session, step: Step) -> None:
+    def _begin(self, client: ServiceClient, session: ServedSession, step: SessionStep) -> None:
         if len(step.members) != 1:
             raise WireError("an episode begins with its fields")
         self._pool.begin(client.key(step.id), step.members[0])
 
-    def _go_on(self, client: Client, step: Step) -> None:
+    def _go_on(self, client: ServiceClient, step: SessionStep) -> None:
         if step.text is None:
             raise WireError("a turn of an episode has no text")
         if self._spec.calls != (step.reply is not None):
@@ -97,7 +97,7 @@ class EnvironmentServer(Service):
     def _end(self, keys: Collection[int], streams: Collection[int]) -> None:
         self._pool.discard(keys)
 
-    def _stepped(self, event: Event[int], client: Client, id: int, session: Session) -> Stepped | None:
+    def _stepped(self, event: Event[int], client: ServiceClient, id: int, session: ServedSession) -> Stepped | None:
         if event.result is None:
             return None
         if isinstance(event.result, Read):

@@ -127,7 +127,7 @@ class EnvironmentSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Declaration(EnvironmentSettings):
+class EnvironmentDeclaration(EnvironmentSettings):
     """What `@environment` takes.
 
     name: how metrics call it; the function's own name by default.
@@ -145,15 +145,17 @@ class Declaration(EnvironmentSettings):
             raise ConfigError("@environment(tools=...): it must be a list of functions, or of their JSON schemas")
 
 
-@declares(Declaration)
+@declares(EnvironmentDeclaration)
 def environment(function: EnvironmentFunction | None = None, /, **settings: Any) -> None:
     """Mark a generator function, or an agent, as an environment, as `@environment` or `@environment(max_turns=4)`.
 
-    It stays callable as it was. The settings are those of `Declaration`. Raises ConfigError.
+    It stays callable as it was. The settings are those of `EnvironmentDeclaration`. Raises ConfigError.
     """
 
 
-def settings_of(function: EnvironmentFunction, **defaults: Any) -> Declaration:
+def settings_of(function: EnvironmentFunction, **defaults: Any) -> EnvironmentDeclaration:
     """What `@environment` left on the function, else the defaults. defaults: of a kind of functions, in place of the usual."""
     given = getattr(function, GIVEN, {})
-    return replace(declared(function, Declaration), **{name: value for name, value in defaults.items() if name not in given})
+    return replace(
+        declared(function, EnvironmentDeclaration), **{name: value for name, value in defaults.items() if name not in given}
+    )

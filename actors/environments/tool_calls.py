@@ -1,7 +1,7 @@
 """What a model wrote, read as a chat message that may call tools.
 
 The text is parsed by transformers' `parse_response` and a response template, as TRL and `transformers serve` do it. A turn that
-cannot be parsed is a message without calls (`Turn.is_unparsed`), as there: it is counted.
+cannot be parsed is a message without calls (`ParsedTurn.is_unparsed`), as there: it is counted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ToolCall(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Turn:
+class ParsedTurn:
     """message: with `tool_calls` where there are some, each `{"type": "function", "function": {"name", "arguments"}}`.
     is_unparsed: it could not be read so; its message is then the plain text."""
 
@@ -97,12 +97,12 @@ def tool_calls(text: str) -> list[ToolCall] | None:
     return calls if all(isinstance(call.arguments, dict) for call in calls) else None
 
 
-def read_turn(text: str, tools: Sequence[Tool], template: Mapping[str, Any] = TEMPLATE) -> Turn:
+def read_turn(text: str, tools: Sequence[Tool], template: Mapping[str, Any] = TEMPLATE) -> ParsedTurn:
     """What the model wrote, without its end-of-turn token. tools: those that it was shown; without any, nothing is a call."""
-    return parsed(text, tools, template) if tools else Turn({"role": "assistant", "content": text})
+    return parsed(text, tools, template) if tools else ParsedTurn({"role": "assistant", "content": text})
 
 
-def parsed(text: str, tools: Sequence[Tool], template: Mapping[str, Any]) -> Turn:
+def parsed(text: str, tools: Sequence[Tool], template: Mapping[str, Any]) -> ParsedTurn:
     """The same, whatever the model was shown."""
     from transformers.utils.chat_parsing import parse_response
 
@@ -111,8 +111,8 @@ def parsed(text: str, tools: Sequence[Tool], template: Mapping[str, Any]) -> Tur
         for call in message.get("tool_calls") or ():
             _complete(call)
     except (TypeError, ValueError):
-        return Turn({"role": "assistant", "content": text}, is_unparsed=True)
-    return Turn({**message, "content": message.get("content") or ""})
+        return ParsedTurn({"role": "assistant", "content": text}, is_unparsed=True)
+    return ParsedTurn({**message, "content": message.get("content") or ""})
 
 
 def _complete(call: Any) -> None:

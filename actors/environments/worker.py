@@ -15,13 +15,13 @@ from typing import Any
 from async_rlhf.actors.environments.config import SourceEnvironment
 from async_rlhf.actors.environments.loading import EnvironmentSpec, load, with_options
 from async_rlhf.actors.environments.settings import Beside, EnvironmentFunction, Reply
-from async_rlhf.actors.environments.yields import End, Read, fails, raised, read_return, read_yield
+from async_rlhf.actors.environments.yields import EpisodeEnd, Read, fails, raised, read_return, read_yield
 from async_rlhf.actors.workers.sessions import NOTHING, Nothing
 from async_rlhf.actors.workers.watchdog import LoopWatchdog, Watched
 
 
 class EpisodeKind:
-    """The `Kind` of a pool of episodes. function: where only this process has it; it then runs in threads."""
+    """The `SessionKind` of a pool of episodes. function: where only this process has it; it then runs in threads."""
 
     timeout_setting, memory_setting = "timeout_s", "environment.worker_memory_mb"
     cleans_up = True
@@ -42,13 +42,13 @@ class EpisodeKind:
     def call(self, what: Any) -> Any:
         raise AssertionError("an episode is no single call")
 
-    def begin(self, id: int, what: Mapping[str, Any], watchdog: LoopWatchdog) -> Episode:
+    def begin(self, id: int, what: Mapping[str, Any], watchdog: LoopWatchdog) -> WorkerEpisode:
         assert self._function is not None
         threads = None if self.spec.kind == "async" else self._threads
-        return Episode(self._function, what, self.spec, threads, watchdog, id)
+        return WorkerEpisode(self._function, what, self.spec, threads, watchdog, id)
 
 
-class Episode:
+class WorkerEpisode:
     """A `Session`. fields: of the episode. threads: for the steps of a synchronous generator, each in whichever is free; else
     the watchdog shows whose step the loop runs."""
 
@@ -68,7 +68,7 @@ class Episode:
         self._turn = 0
         self.more: Future[None] | None = None
 
-    def step(self, sent: str | Reply | None) -> asyncio.Future[Read | End | Nothing]:
+    def step(self, sent: str | Reply | None) -> asyncio.Future[Read | EpisodeEnd | Nothing]:
         if self._threads is None:
             return asyncio.ensure_future(self._step_async(sent))
         return asyncio.get_running_loop().run_in_executor(self._threads, self._step, sent)
@@ -78,10 +78,10 @@ class Episode:
             return asyncio.ensure_future(self._close_async())
         return asyncio.get_running_loop().run_in_executor(self._threads, self._close)
 
-    def ends(self, result: Read | End | Nothing) -> bool:
-        return isinstance(result, End)
+    def ends(self, result: Read | EpisodeEnd | Nothing) -> bool:
+        return isinstance(result, EpisodeEnd)
 
-    def failed(self, has_died: bool, reason: str) -> End:
+    def failed(self, has_died: bool, reason: str) -> EpisodeEnd:
         return fails("died" if has_died else "timed out", reason)
 
     def _started(self) -> Any:
@@ -90,7 +90,7 @@ class Episode:
             self._generator = self._function(**self._fields)
         return self._generator
 
-    def _read(self, yielded: Any) -> Read | End | Nothing:
+    def _read(self, yielded: Any) -> Read | EpisodeEnd | Nothing:
         if isinstance(yielded, Beside):
             yielded, more = yielded
             self.more = None if self._spec.one_by_one else more
@@ -100,13 +100,13 @@ class Episode:
         self._turn += isinstance(read, Read)
         return read
 
-    def _step(self, sent: str | Reply | None) -> Read | End | Nothing:
+    def _step(self, sent: str | Reply | None) -> Read | EpisodeEnd | Nothing:
         try:
             return self._read(self._started().send(sent))
         except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
             return self._end_of(error)
 
-    async def _step_async(self, sent: str | Reply | None) -> Read | End | Nothing:
+    async def _step_async(self, sent: str | Reply | None) -> Read | EpisodeEnd | Nothing:
         try:
             return self._read(await Watched(self._started().asend(sent), self._watchdog, self._id))
         except asyncio.CancelledError:
@@ -116,7 +116,7 @@ class Episode:
         except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
             return self._end_of(error)
 
-    def _end_of(self, error: BaseException) -> End:
+    def _end_of(self, error: BaseException) -> EpisodeEnd:
         """The end after a step that gave nothing."""
         if isinstance(error, StopIteration | StopAsyncIteration):
             return read_return(self._turn, getattr(error, "value", None))

@@ -36,7 +36,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class End:
+class EpisodeEnd:
     """The end of an episode. score: None where the environment gave none. kind: of a failure. traceback: of an exception.
     turn_scores: as of `Scores`."""
 
@@ -52,18 +52,18 @@ class End:
         return (self.score.failure or "") if self.score is not None else ""
 
 
-def fails(kind: Kind, reason: str, traceback: str = "") -> End:
+def fails(kind: Kind, reason: str, traceback: str = "") -> EpisodeEnd:
     """The episode is failed(reason)."""
-    return End("failed", Score(failure=reason), kind, traceback)
+    return EpisodeEnd("failed", Score(failure=reason), kind, traceback)
 
 
-def raised(error: BaseException) -> End:
+def raised(error: BaseException) -> EpisodeEnd:
     """The end of an episode whose environment raised. Call it while the exception is being handled."""
     answer = failed(error)
     return fails("raised", answer.failure or "", answer.traceback)
 
 
-def read_yield(value: Any, turn: int, max_turns: int, calls: bool = False) -> Read | End:
+def read_yield(value: Any, turn: int, max_turns: int, calls: bool = False) -> Read | EpisodeEnd:
     """What a yielded value means after `turn` turns of the model. calls: as in `EnvironmentSettings`."""
     if isinstance(value, Score):
         return _end(value, turn)
@@ -76,9 +76,9 @@ def read_yield(value: Any, turn: int, max_turns: int, calls: bool = False) -> Re
         return replace(_end(value.score, turn), turn_scores=tuple(answer.value for answer in answers))
     if calls:
         call = _call(value, turn)
-        if isinstance(call, End):
+        if isinstance(call, EpisodeEnd):
             return call
-        return End("max_turns") if turn >= max_turns else Read(call.messages, call=call)
+        return EpisodeEnd("max_turns") if turn >= max_turns else Read(call.messages, call=call)
     feedback = value if isinstance(value, Feedback) else Feedback(value)
     score = read(feedback.score)
     if score.failure is not None:
@@ -86,38 +86,38 @@ def read_yield(value: Any, turn: int, max_turns: int, calls: bool = False) -> Re
     if score.value is not None and not turn:
         return fails("no turn", "it gave Feedback with a score before the model wrote anything")
     content = _content(feedback.content)
-    if isinstance(content, End):
+    if isinstance(content, EpisodeEnd):
         return content
     if turn >= max_turns:
-        return End("max_turns", None if score.value is None else Score(score.value))
+        return EpisodeEnd("max_turns", None if score.value is None else Score(score.value))
     return Read(content, score.value)
 
 
-def read_return(turn: int, value: object = None) -> End:
+def read_return(turn: int, value: object = None) -> EpisodeEnd:
     """What the end of the generator means after `turn` turns of the model. value: what it returned, which means nothing."""
     if value is not None:
         return fails("not readable", f"returned {shown(value)}; a score is yielded: yield Score(...)")
-    return End("returned") if turn else fails("no turn", "it ended before the model wrote anything")
+    return EpisodeEnd("returned") if turn else fails("no turn", "it ended before the model wrote anything")
 
 
-def _end(given: Score, turn: int) -> End:
+def _end(given: Score, turn: int) -> EpisodeEnd:
     if not turn:
         return fails("no turn", "it ended before the model wrote anything")
     answer = read(given)
     if answer.failure is not None:
-        return End("failed", Score(failure=answer.failure, metrics=dict(answer.metrics)), "reported")
-    return End("scored", answer.score())
+        return EpisodeEnd("failed", Score(failure=answer.failure, metrics=dict(answer.metrics)), "reported")
+    return EpisodeEnd("scored", answer.score())
 
 
-def _call(call: Any, turn: int) -> Call | End:
+def _call(call: Any, turn: int) -> Call | EpisodeEnd:
     """The call as plain data, of bounded size."""
     if not isinstance(call, Call):
         return fails("not readable", f"yielded {shown(call)}; an agent yields Call(...), and Score(...) at its end")
     if (problem := _problem_of(call, turn)) is not None:
         return fails("not readable", f"yielded a Call {problem}")
     messages, tools = _content(call.messages), _json([*call.tools], "tools")
-    if isinstance(messages, End) or isinstance(tools, End):
-        return messages if isinstance(messages, End) else tools
+    if isinstance(messages, EpisodeEnd) or isinstance(tools, EpisodeEnd):
+        return messages if isinstance(messages, EpisodeEnd) else tools
     assert not isinstance(messages, str)
     most = call.max_tokens if call.max_tokens is not None and call.max_tokens < 1 << 31 else None  # what travels
     return replace(call, messages=messages, tools=tuple(tools), max_tokens=most, stop=tuple(call.stop))
@@ -144,11 +144,11 @@ def _is_tool(tool: Any) -> bool:
     return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
-def _content(content: Any) -> Content | End:
+def _content(content: Any) -> Content | EpisodeEnd:
     if isinstance(content, list | tuple) and content:
         if (problem := next((problem for message in content if (problem := _problem(message))), None)) is not None:
             return fails("not readable", f"yielded a chat message {problem}")
-        messages: Content | End = _json([dict(message) for message in content], "chat messages", chat_of)
+        messages: Content | EpisodeEnd = _json([dict(message) for message in content], "chat messages", chat_of)
         return messages
     if not isinstance(content, str):
         hint = "; a score is yielded as Score(...)" if isinstance(content, int | float) else ""
@@ -174,7 +174,7 @@ def _json(value: list[Any], what: str, read: Callable[[list[Any]], Any] = list) 
     return plain if size <= MAX_BYTES else _too_large(size)
 
 
-def _too_large(size: int) -> End:
+def _too_large(size: int) -> EpisodeEnd:
     return fails("too large", f"returned {size} bytes, at most {MAX_BYTES} are read; shorten it, or yield a part of it")
 
 

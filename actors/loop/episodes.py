@@ -32,7 +32,7 @@ from async_rlhf.actors.engine import Completion, Engine, Partial, Request, Rollo
 from async_rlhf.actors.environments import Content, Reply
 from async_rlhf.actors.environments.pool import Event
 from async_rlhf.actors.environments.rendering import as_messages
-from async_rlhf.actors.environments.yields import End, Read
+from async_rlhf.actors.environments.yields import EpisodeEnd, Read
 from async_rlhf.actors.loop.context import NO_ENVIRONMENTS, Environment, Environments
 from async_rlhf.actors.loop.lifecycle import PLAYED, WAITING, Members, State
 from async_rlhf.actors.loop.lifecycle import Event as LifeEvent
@@ -45,7 +45,7 @@ from async_rlhf.buffers.record import FinishReason, Score
 
 
 @dataclass(eq=False)
-class _Group:
+class _StartedGroup:
     """prompt, text, ids: the first observation of members that begin together, and as the model reads it."""
 
     row: Row
@@ -68,7 +68,7 @@ class _Episode:
     of the last turn, and none. steps: of its environment."""
 
     request: Request
-    group: _Group
+    group: _StartedGroup
     transcript: Transcript = field(default_factory=Transcript)
     observed: Content = ""
     waiting: deque[Read] = field(default_factory=deque)
@@ -115,7 +115,7 @@ class Episodes:
         for row, seed, requests in groups:
             environment = self._environments.of(row.columns)
             members = Members([request.key for request in requests], is_played=environment is not None)
-            group = _Group(row, seed, environment, members)
+            group = _StartedGroup(row, seed, environment, members)
             episodes = {request.key: _Episode(request, group) for request in requests}
             self._episodes |= episodes
             if environment is not None:
@@ -193,7 +193,7 @@ class Episodes:
             self._begin_again(episode)
             return
         episode.steps.append((event.began, event.ended))
-        if isinstance(event.result, End):
+        if isinstance(event.result, EpisodeEnd):
             self._ended(episode, event.result)
         elif episode.state == "opening" and event.result.call is None:
             episode.observed = event.result.content
@@ -202,7 +202,7 @@ class Episodes:
             episode.waiting.append(event.result)
             self._go_on(episode)
 
-    def _ended(self, episode: _Episode, end: End) -> None:
+    def _ended(self, episode: _Episode, end: EpisodeEnd) -> None:
         for turn, score in zip(episode.transcript.turns, end.turn_scores, strict=False):
             turn.score = score
         if end.reason == "max_turns":
@@ -233,12 +233,12 @@ class Episodes:
         fields = {**group.row.columns, "prompt": group.row.prompt, "seed": group.seed}
         group.played_by.pool.begin(episode.key, fields)
 
-    def _begin_due(self, group: _Group) -> None:
+    def _begin_due(self, group: _StartedGroup) -> None:
         while due := group.members.due():
             for key in due:
                 self._begin_first(self._episodes[key], group)
 
-    def _begin_first(self, episode: _Episode, group: _Group) -> None:
+    def _begin_first(self, episode: _Episode, group: _StartedGroup) -> None:
         """With the prompt of its group; without one of its own it has one turn, and with an environment that of one token."""
         if episode.state == "unprompted":
             most = episode.request.max_new_tokens if group.environment is None else 1

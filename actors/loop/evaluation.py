@@ -17,7 +17,7 @@ from async_rlhf.actors.loop.context import RunContext
 from async_rlhf.actors.loop.episodes import Episodes
 from async_rlhf.actors.loop.rollouts import FinishedRollout
 from async_rlhf.actors.prompts import Row, environment_seed
-from async_rlhf.actors.scoring.pool import Place, ScoringPool
+from async_rlhf.actors.scoring.pool import GroupMember, ScoringPool
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import DeadlineError
 from async_rlhf.buffers.record import Score, source_of
@@ -43,10 +43,10 @@ class Judging:
     solved_by: str = ""
     solved_at: float = 1.0
 
-    def place(self, key: RolloutKey) -> Place:
+    def place(self, key: RolloutKey) -> GroupMember:
         """The group that rewards receive: so many members, one behind the other."""
         size = len(self.judged)
-        return Place((key.group, key.member // size), key.member % size, size)
+        return GroupMember((key.group, key.member // size), key.member % size, size)
 
     def solved(self, scores: Mapping[str, Score]) -> bool | None:
         """None where no score is named, or it has no value."""
@@ -59,7 +59,7 @@ def judge(
     scoring: ScoringPool[RolloutKey],
     context: RunContext,
     begun: Mapping[int, tuple[Row, str, Sequence[Request]]],
-    place: Callable[[RolloutKey], Place],
+    place: Callable[[RolloutKey], GroupMember],
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> dict[RolloutKey, FinishedRollout]:
     """Generate and score these groups, by their numbers: all completions, with their scores.

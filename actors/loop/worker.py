@@ -26,7 +26,7 @@ from async_rlhf.actors.loop.episodes import Episodes
 from async_rlhf.actors.loop.length_bias import Length, LengthBiasMonitor
 from async_rlhf.actors.loop.rollouts import FinishedRollout, behind_one_prompt
 from async_rlhf.actors.prompts import Row, environment_seed, from_json
-from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool, fields_of
+from async_rlhf.actors.scoring.pool import GroupMember, Scored, ScoringPool, fields_of
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.protocol.wire import CreditItem, Telemetry
@@ -256,7 +256,7 @@ class Worker:
         group.finished[key.member] = finished.timed(pack({GENERATION: generated}))
         self._count["tokens_total"] += finished.num_sampled
         self._count["completions_total"] += 1
-        place = Place(key[:2], key.member, self._group_size)
+        place = GroupMember(key[:2], key.member, self._group_size)
         self._scoring.submit(key, finished.fields(group.row, self._context.template), place)
 
     def _collect(self, scored: Scored[RolloutKey]) -> None:

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from async_rlhf.actors.rewards.adapters import ADAPTERS, adapted
-from async_rlhf.actors.rewards.settings import Declaration, RewardFunction, RewardSettings, settings_of
+from async_rlhf.actors.rewards.settings import RewardDeclaration, RewardFunction, RewardSettings, settings_of
 from async_rlhf.actors.rewards.signature import Signature
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, RewardError, did_you_mean
 from async_rlhf.buffers.user_files import PRIVATE, MissingFileError, UnfinishedImportError, import_file, is_guarded
@@ -163,7 +163,7 @@ def _checked(
     )
 
 
-def _check_given(name: str, given: Mapping[str, Any], settings: Declaration, is_async: bool) -> None:
+def _check_given(name: str, given: Mapping[str, Any], settings: RewardDeclaration, is_async: bool) -> None:
     """Raises ConfigError for settings of a stage that would have no effect."""
     where = f"scoring.stages.{name}"
     if is_async and given.get("workers"):
@@ -179,7 +179,7 @@ def _check_given(name: str, given: Mapping[str, Any], settings: Declaration, is_
         )
 
 
-def _check_stream(name: str, settings: Declaration, is_async: bool) -> None:
+def _check_stream(name: str, settings: RewardDeclaration, is_async: bool) -> None:
     """Raises ConfigError for a reward that has no incremental scoring."""
     where = f"reward {name!r} has stream_tokens = {settings.stream_tokens}"
     if settings.stream is None or is_async or settings.scope != "completion":

@@ -161,7 +161,7 @@ class RewardSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Declaration(RewardSettings):
+class RewardDeclaration(RewardSettings):
     """What `@reward` takes: the settings, and functions that stay in the process.
 
     name: how scores and metrics call the reward; the function's own name by default.
@@ -178,14 +178,14 @@ class Declaration(RewardSettings):
     stream: Stream | None = None
 
 
-@declares(Declaration)
+@declares(RewardDeclaration)
 def reward(function: RewardFunction | None = None, /, **settings: Any) -> None:
     """Mark a function as a reward, as `@reward` or `@reward(weight=0.5)`. It stays callable as it was.
 
-    The settings are those of `RewardSettings` and `Declaration`. Raises ConfigError.
+    The settings are those of `RewardSettings` and `RewardDeclaration`. Raises ConfigError.
     """
 
 
-def settings_of(function: RewardFunction) -> Declaration:
+def settings_of(function: RewardFunction) -> RewardDeclaration:
     """What `@reward` left on the function, else the defaults."""
-    return declared(function, Declaration)
+    return declared(function, RewardDeclaration)

@@ -19,8 +19,8 @@ from typing import Any
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import RewardFunction, RewardSpec
 from async_rlhf.actors.scoring.remote import RemoteRewards, Shown
-from async_rlhf.actors.scoring.reward_queue import Prefetch, PrefetchBatch, RewardQueue, Task
-from async_rlhf.actors.scoring.reward_worker import Answers, Call, RewardKind, answers_of
+from async_rlhf.actors.scoring.reward_queue import Prefetch, PrefetchBatch, RewardQueue, ScoringTask
+from async_rlhf.actors.scoring.reward_worker import Answers, RewardCall, RewardKind, answers_of
 from async_rlhf.actors.workers.book import Failed
 from async_rlhf.actors.workers.pool import WorkerPool
 from async_rlhf.actors.workers.sessions import Closed, Sessions, StepResult
@@ -72,7 +72,7 @@ class Dispatcher:
             self._queues[spec.name] = RewardQueue(replace(spec, **_UNLIMITED) if is_there else spec)
             if spec.stream_tokens and not is_there:
                 self._prefetches[spec.name] = Prefetch(spec.batch_size)
-        self._running: dict[int, tuple[Call, tuple[Task, ...] | PrefetchBatch]] = {}
+        self._running: dict[int, tuple[RewardCall, tuple[ScoringTask, ...] | PrefetchBatch]] = {}
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -88,7 +88,7 @@ class Dispatcher:
         """Requests that were sent to a server again."""
         return sum(each.num_resent for each in self._sessions.values() if isinstance(each, RemoteRewards))
 
-    def submit(self, name: str, task: Task) -> None:
+    def submit(self, name: str, task: ScoringTask) -> None:
         with self._lock:
             if (refused := self._queues[name].offer(task, time.monotonic())) is not None:
                 self._answered(task.id, (refused,))
@@ -161,9 +161,9 @@ class Dispatcher:
                         self._hand_over(self._advance(name))
                 self._changed.wait(None if self._due == float("inf") else max(0.0, self._due - now))
 
-    def _advance(self, name: str) -> list[tuple[int, Call]]:
+    def _advance(self, name: str) -> list[tuple[int, RewardCall]]:
         """What may be called of a reward now; lets the thread come back when more may be."""
-        calls: list[tuple[int, Call]] = []
+        calls: list[tuple[int, RewardCall]] = []
         if self._closing:
             return calls
         waiting, now = self._queues[name], time.monotonic()
@@ -180,15 +180,15 @@ class Dispatcher:
             self._changed.notify()
         return calls
 
-    def _call(self, name: str, members: tuple[Mapping[str, Any], ...], **details: Any) -> Call:
-        return Call(name, members, self._specs[name].timeout_s or self._config.timeout_s, **details)
+    def _call(self, name: str, members: tuple[Mapping[str, Any], ...], **details: Any) -> RewardCall:
+        return RewardCall(name, members, self._specs[name].timeout_s or self._config.timeout_s, **details)
 
-    def _begun(self, call: Call, batch: tuple[Task, ...] | PrefetchBatch) -> tuple[int, Call]:
+    def _begun(self, call: RewardCall, batch: tuple[ScoringTask, ...] | PrefetchBatch) -> tuple[int, RewardCall]:
         id = next(self._ids)
         self._running[id] = call, batch
         return id, call
 
-    def _hand_over(self, calls: Iterable[tuple[int, Call]]) -> None:
+    def _hand_over(self, calls: Iterable[tuple[int, RewardCall]]) -> None:
         """Need not be locked: a thread that packs calls keeps no other waiting."""
         for id, call in calls:
             self._sessions[self._places[call.name]].begin(id, id, tuple(call), call.timeout_s)
@@ -208,7 +208,7 @@ class Dispatcher:
                 calls = self._advance(call.name)
         self._hand_over(calls)
 
-    def _ended(self, call: Call, batch: tuple[Task, ...] | PrefetchBatch, answers: Answers) -> None:
+    def _ended(self, call: RewardCall, batch: tuple[ScoringTask, ...] | PrefetchBatch, answers: Answers) -> None:
         if isinstance(batch, PrefetchBatch):
             self._prefetches[call.name].shown(answers[0].seconds)
             self._shown(call.name, tuple(batch.members), answers[0])

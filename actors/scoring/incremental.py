@@ -14,14 +14,14 @@ import torch
 
 from async_rlhf.actors.rewards.answer import Logprobs
 from async_rlhf.actors.scoring.models import ReferenceModel, RewardModel
-from async_rlhf.actors.scoring.prefix_cache import CachedPrefix, Decoder, PrefixCache, Wanted, alike, extend
+from async_rlhf.actors.scoring.prefix_cache import CachedPrefix, Decoder, PrefixCache, WantedText, alike, extend
 from async_rlhf.buffers.record import Float32Array, SamplingMask
 from async_rlhf.buffers.score import Score
 
 _NONE = np.empty(0, np.float32)
 
 
-class Sample(NamedTuple):
+class TextSample(NamedTuple):
     """A completion behind its prompt, as the head's model takes them: texts or token ids."""
 
     prompt: Any
@@ -29,10 +29,10 @@ class Sample(NamedTuple):
     sampling_mask: SamplingMask | None = None
 
 
-class Progress(NamedTuple):
+class ReadState(NamedTuple):
     """What is known of a completion at its end. hidden: [P, C] of its last tokens; known: of those read before its end."""
 
-    sample: Sample
+    sample: TextSample
     hidden: torch.Tensor
     known: Float32Array
 
@@ -46,15 +46,15 @@ class Head(Protocol[Result]):
     @property
     def model(self) -> Decoder: ...
 
-    def read(self, samples: Sequence[Sample]) -> list[Wanted | None]:
+    def read(self, samples: Sequence[TextSample]) -> list[WantedText | None]:
         """The ids to read of each; None for one that cannot be read incrementally."""
 
-    def absorb(self, known: Float32Array, sample: Sample, hidden: torch.Tensor) -> Float32Array:
+    def absorb(self, known: Float32Array, sample: TextSample, hidden: torch.Tensor) -> Float32Array:
         """What is to be kept of an unfinished completion beside keys and values."""
 
-    def finish(self, batch: Sequence[Progress]) -> list[Any]: ...
+    def finish(self, batch: Sequence[ReadState]) -> list[Any]: ...
 
-    def whole(self, samples: Sequence[Sample]) -> list[Any]: ...
+    def whole(self, samples: Sequence[TextSample]) -> list[Any]: ...
 
     def result(self, found: Any, metrics: dict[str, float]) -> Result: ...
 
@@ -71,9 +71,9 @@ class IncrementalJudge(Generic[Result]):
         """Those of which something is kept."""
         return self.cache.streams | frozenset(self._known)
 
-    def prefetch(self, streams: Sequence[int], samples: Sequence[Sample]) -> None:
+    def prefetch(self, streams: Sequence[int], samples: Sequence[TextSample]) -> None:
         """Read the new tokens of these unfinished completions."""
-        wanted: dict[int, Wanted] = {}
+        wanted: dict[int, WantedText] = {}
         for stream, each in zip(streams, self._head.read(samples), strict=True):
             if each is None:
                 self.cache.give_up(stream)
@@ -91,7 +91,7 @@ class IncrementalJudge(Generic[Result]):
         for stream in streams:
             self._known.pop(stream, None)
 
-    def score(self, streams: Sequence[int | None], samples: Sequence[Sample]) -> list[Result]:
+    def score(self, streams: Sequence[int | None], samples: Sequence[TextSample]) -> list[Result]:
         """The results of whole completions. streams: None for one without prefetches.
 
         Metrics: `prefetched`, the share of the tokens read before its end; `given_up`, 1 where the cache had no room for it.
@@ -109,7 +109,7 @@ class IncrementalJudge(Generic[Result]):
         for batch in alike(left.values()):
             ats = [places[id(prefix)] for prefix, _ in batch]
             hidden = extend(self._head.model, batch)
-            progress = [Progress(samples[at], rows, known[at]) for at, rows in zip(ats, hidden, strict=True)]
+            progress = [ReadState(samples[at], rows, known[at]) for at, rows in zip(ats, hidden, strict=True)]
             found |= zip(ats, self._head.finish(progress), strict=True)
         if rest := [at for at in range(len(samples)) if at not in found]:
             found |= zip(rest, self._head.whole([samples[at] for at in rest]), strict=True)
@@ -129,21 +129,21 @@ class RewardHead:
     def __init__(self, model: RewardModel, max_length: int) -> None:
         self.model, self._max_length = model, max_length
 
-    def read(self, samples: Sequence[Sample]) -> list[Wanted | None]:
+    def read(self, samples: Sequence[TextSample]) -> list[WantedText | None]:
         found = self.model.read([sample.prompt for sample in samples], [sample.completion for sample in samples])
         # A longer text loses its beginning, and every token moves.
         return [
-            Wanted(repr(sample.prompt), ids, len(ids)) if len(ids) <= self._max_length else None
+            WantedText(repr(sample.prompt), ids, len(ids)) if len(ids) <= self._max_length else None
             for sample, ids in zip(samples, found, strict=True)
         ]
 
-    def absorb(self, known: Float32Array, sample: Sample, hidden: torch.Tensor) -> Float32Array:
+    def absorb(self, known: Float32Array, sample: TextSample, hidden: torch.Tensor) -> Float32Array:
         return _NONE
 
-    def finish(self, batch: Sequence[Progress]) -> list[float]:
+    def finish(self, batch: Sequence[ReadState]) -> list[float]:
         return self.model.judge(torch.stack([each.hidden[-1] for each in batch]))
 
-    def whole(self, samples: Sequence[Sample]) -> list[float]:
+    def whole(self, samples: Sequence[TextSample]) -> list[float]:
         return self.model.score([s.prompt for s in samples], [s.completion for s in samples], self._max_length)
 
     def result(self, found: float, metrics: dict[str, float]) -> Score:
@@ -160,19 +160,19 @@ class ReferenceHead:
     def __init__(self, model: ReferenceModel, temperature: float) -> None:
         self.model, self._temperature = model, temperature
 
-    def read(self, samples: Sequence[Sample]) -> list[Wanted | None]:
-        return [Wanted(tuple(s.prompt), [*s.prompt, *s.completion[:-1]], len(s.prompt) - 1) for s in samples]
+    def read(self, samples: Sequence[TextSample]) -> list[WantedText | None]:
+        return [WantedText(tuple(s.prompt), [*s.prompt, *s.completion[:-1]], len(s.prompt) - 1) for s in samples]
 
-    def absorb(self, known: Float32Array, sample: Sample, hidden: torch.Tensor) -> Float32Array:
+    def absorb(self, known: Float32Array, sample: TextSample, hidden: torch.Tensor) -> Float32Array:
         # The last token is read again where nothing is left to read.
         start = min(len(known), max(0, len(sample.completion) - len(hidden)))
         new = sample.completion[start:]
         return np.concatenate([known[:start], self.model.logprobs(hidden[-len(new) :], new, self._temperature, None)])
 
-    def finish(self, batch: Sequence[Progress]) -> list[Float32Array]:
+    def finish(self, batch: Sequence[ReadState]) -> list[Float32Array]:
         return [self.absorb(each.known, each.sample, each.hidden) for each in batch]
 
-    def whole(self, samples: Sequence[Sample]) -> list[Float32Array]:
+    def whole(self, samples: Sequence[TextSample]) -> list[Float32Array]:
         hidden = self.model.read([sample.prompt for sample in samples], [sample.completion for sample in samples])
         return [
             self.model.logprobs(rows, sample.completion, self._temperature, sample.sampling_mask)

@@ -24,7 +24,7 @@ from async_rlhf.buffers.model_directory import check_numbers, check_own_code
 from async_rlhf.buffers.score import Score
 
 if TYPE_CHECKING:
-    from async_rlhf.actors.scoring.incremental import IncrementalJudge, Sample
+    from async_rlhf.actors.scoring.incremental import IncrementalJudge, TextSample
     from async_rlhf.actors.scoring.models import ReferenceModel, RewardModel
     from async_rlhf.buffers.record import Float32Array, SamplingMask
 
@@ -44,14 +44,14 @@ def check_incremental(path: str, of: str) -> None:
         )
 
 
-def _forgets(stage: Callable[..., _Reward | _Reference]) -> Callable[..., object]:
+def _forgets(stage: Callable[..., _RewardOptions | _ReferenceOptions]) -> Callable[..., object]:
     return lambda stream_ids, **options: stage(**options).judge().forget(stream_ids)
 
 
 # -- reward_model ----------------------------------------------------------------------------------------------------------
 
 
-class _Reward(NamedTuple):
+class _RewardOptions(NamedTuple):
     """Options of `reward_model`, for which a process has one model and one judge."""
 
     path: str
@@ -124,7 +124,7 @@ def _read(prompts: list[Any], completions: list[Any], model_prompt: list[Any] | 
 def _prefetch(
     prompts: list[Any], completions: list[Any], stream_ids: list[int], model_prompt: list[Any] | None = None, **options: Any
 ) -> None:
-    _Reward(**options).judge().prefetch(stream_ids, _samples(*_read(prompts, completions, model_prompt)))
+    _RewardOptions(**options).judge().prefetch(stream_ids, _samples(*_read(prompts, completions, model_prompt)))
 
 
 @reward(
@@ -133,8 +133,8 @@ def _prefetch(
     workers=1,
     timeout_s=60.0,
     check=check,
-    prepare=lambda **options: _Reward(**options).model(),
-    stream=Stream(_prefetch, _forgets(_Reward), _check_stream),
+    prepare=lambda **options: _RewardOptions(**options).model(),
+    stream=Stream(_prefetch, _forgets(_RewardOptions), _check_stream),
 )
 def reward_model(
     prompts: list[Any],
@@ -155,7 +155,10 @@ def reward_model(
     that the end, where the score is read, stays. cache_bytes: most memory for keys and values of unfinished completions; one
     without room is scored at its end (metric `given_up`).
     """
-    own, read = _Reward(path, label, device, dtype, threads, max_length, cache_bytes), _read(prompts, completions, model_prompt)
+    own, read = (
+        _RewardOptions(path, label, device, dtype, threads, max_length, cache_bytes),
+        _read(prompts, completions, model_prompt),
+    )
     if stream_ids is not None:
         return own.judge().score(stream_ids, _samples(*read))
     return own.model().score(*read, max_length)
@@ -164,7 +167,7 @@ def reward_model(
 # -- reference -------------------------------------------------------------------------------------------------------------
 
 
-class _Reference(NamedTuple):
+class _ReferenceOptions(NamedTuple):
     """Options of `reference`, for which a process has one model and one judge."""
 
     path: str
@@ -176,7 +179,7 @@ class _Reference(NamedTuple):
     cache_bytes: int = _CACHE_BYTES
 
     @classmethod
-    def of(cls, **given: Any) -> _Reference:
+    def of(cls, **given: Any) -> _ReferenceOptions:
         """given: also what the stage is called with beside, of which an incremental one needs nothing."""
         return cls(**{name: value for name, value in given.items() if name in cls._fields})
 
@@ -192,7 +195,7 @@ class _Reference(NamedTuple):
 
         return IncrementalJudge(ReferenceHead(self.model(), self.temperature), self.cache_bytes)
 
-    def logprobs(self, samples: Sequence[Sample]) -> list[Float32Array]:
+    def logprobs(self, samples: Sequence[TextSample]) -> list[Float32Array]:
         """float32 [T] of each."""
         if not self.path:
             raise RewardError("there is no teacher for this source; add it to scoring.reference.by_source")
@@ -204,13 +207,13 @@ class _Reference(NamedTuple):
 def _prepare_reference(path: str, by_source: Mapping[str, str] | None = None, api_key_env: str = "", **options: Any) -> None:
     for each in filter(None, (path, *(by_source or {}).values())):
         if not is_address(each):
-            _Reference(each, **options).model()
+            _ReferenceOptions(each, **options).model()
 
 
 def _prefetch_reference(
     prompt_ids: list[list[int]], completion_ids: list[list[int]], stream_ids: list[int], **given: Any
 ) -> None:
-    _Reference.of(**given).judge().prefetch(stream_ids, _samples(prompt_ids, completion_ids))
+    _ReferenceOptions.of(**given).judge().prefetch(stream_ids, _samples(prompt_ids, completion_ids))
 
 
 @reward(
@@ -219,7 +222,7 @@ def _prefetch_reference(
     workers=1,
     timeout_s=60.0,
     prepare=_prepare_reference,
-    stream=Stream(_prefetch_reference, _forgets(_Reference.of)),
+    stream=Stream(_prefetch_reference, _forgets(_ReferenceOptions.of)),
 )
 def reference(
     prompt_ids: list[list[int]],
@@ -251,17 +254,21 @@ def reference(
     samples = [sample for own in cut for sample in own]
     if stream_ids is not None:  # what was read ahead is of the first piece
         streams = [stream for first, own in zip(stream_ids, cut, strict=True) for stream in (first, *(None for _ in own[1:]))]
-        found = _Reference(path, temperature, restricted, device, dtype, threads, cache_bytes).judge().score(streams, samples)
+        found = (
+            _ReferenceOptions(path, temperature, restricted, device, dtype, threads, cache_bytes)
+            .judge()
+            .score(streams, samples)
+        )
     else:
         chosen = [(by_source or {}).get(str(each), path) for each in source or [None] * len(cut)]
         models = [model for model, own in zip(chosen, cut, strict=True) for _ in own]
 
-        def ask(model: str, own: list[Sample]) -> list[Float32Array]:
+        def ask(model: str, own: list[TextSample]) -> list[Float32Array]:
             if is_address(model):
                 from async_rlhf.actors.scoring.served_teacher import logprobs
 
                 return logprobs(model, own, api_key_env)
-            return _Reference(model, temperature, restricted, device, dtype, threads, cache_bytes).logprobs(own)
+            return _ReferenceOptions(model, temperature, restricted, device, dtype, threads, cache_bytes).logprobs(own)
 
         by_model = {m: iter(ask(m, [s for s, own in zip(samples, models, strict=True) if own == m])) for m in {*models}}
         found = [Logprobs(next(by_model[model])) for model in models]
@@ -275,7 +282,7 @@ def _sampling_mask(sizes: bytes, ids: bytes) -> SamplingMask:
     return SamplingMask(np.frombuffer(sizes, "<i4"), np.frombuffer(ids, "<i4"))
 
 
-def _cut(sample: Sample, row_pieces: Sequence[Sequence[int]] | None) -> list[Sample]:
+def _cut(sample: TextSample, row_pieces: Sequence[Sequence[int]] | None) -> list[TextSample]:
     """The pieces of a completion, each behind its own prompt."""
     from async_rlhf.buffers.record import SamplingMask
 
@@ -291,7 +298,7 @@ def _cut(sample: Sample, row_pieces: Sequence[Sequence[int]] | None) -> list[Sam
     return found
 
 
-def _joined(found: Sequence[Logprobs], pieces: Sequence[Sample]) -> Logprobs:
+def _joined(found: Sequence[Logprobs], pieces: Sequence[TextSample]) -> Logprobs:
     """Of the whole completion, from those of its pieces."""
     values = [found[0].values]
     for each, piece in zip(found[1:], pieces[1:], strict=True):
@@ -301,7 +308,7 @@ def _joined(found: Sequence[Logprobs], pieces: Sequence[Sample]) -> Logprobs:
 
 def _samples(
     prompts: Sequence[Any], completions: Sequence[Any], masks: Sequence[SamplingMask | None] | None = None
-) -> list[Sample]:
-    from async_rlhf.actors.scoring.incremental import Sample
+) -> list[TextSample]:
+    from async_rlhf.actors.scoring.incremental import TextSample
 
-    return list(map(Sample, prompts, completions, masks or [None] * len(completions)))
+    return list(map(TextSample, prompts, completions, masks or [None] * len(completions)))

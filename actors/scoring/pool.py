@@ -21,7 +21,7 @@ from async_rlhf.actors.engine import Partial
 from async_rlhf.actors.prompts import PLAIN, Row, Template
 from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec
 from async_rlhf.actors.scoring.dispatcher import Dispatcher
-from async_rlhf.actors.scoring.reward_queue import Task
+from async_rlhf.actors.scoring.reward_queue import ScoringTask
 from async_rlhf.actors.scoring.reward_worker import Answers
 from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.record import Float32Array, Rollout, SamplingMask, Score, pieces, source_of
@@ -36,7 +36,7 @@ OURS = frozenset({"sampling_mask", "row_pieces", "model_prompt"})
 """Fields that a reward gets only where it names them, and not with every column."""
 
 
-class Place(NamedTuple):
+class GroupMember(NamedTuple):
     """A member of a group of `size`."""
 
     group: Hashable
@@ -44,7 +44,7 @@ class Place(NamedTuple):
     size: int
 
 
-class Interval(NamedTuple):
+class ScoringInterval(NamedTuple):
     """When something ran, in seconds since the epoch."""
 
     began: float
@@ -62,7 +62,7 @@ class Scored(Generic[Key]):
 
     key: Key
     scores: Mapping[str, Score]
-    stages: Mapping[str, Interval] = field(default_factory=dict)
+    stages: Mapping[str, ScoringInterval] = field(default_factory=dict)
     ahead_s: Mapping[str, float] = field(default_factory=dict)
     reference: Float32Array | None = None
 
@@ -92,14 +92,14 @@ class RewardCounters:
 
 
 @dataclass
-class _Pending(Generic[Key]):
+class _PendingScores(Generic[Key]):
     key: Key
     fields: Mapping[str, Any]
     num_unanswered: int
     stream: int | None = None
     task_ids: set[int] = field(default_factory=set)
     scores: dict[str, Score] = field(default_factory=dict)
-    stages: dict[str, Interval] = field(default_factory=dict)
+    stages: dict[str, ScoringInterval] = field(default_factory=dict)
     reference: Float32Array | None = None
 
 
@@ -121,9 +121,9 @@ class ScoringPool(Generic[Key]):
         self._wake, self._by_source = wake, by_source or {}
         self._answers: queue.SimpleQueue[Callable[[], list[Scored[Key]]]] = queue.SimpleQueue()
         self._task_ids = itertools.count()
-        self._tasks: dict[int, tuple[str, list[_Pending[Key]]]] = {}
-        self._pending: dict[Key, _Pending[Key]] = {}
-        self._groups: dict[Hashable, dict[int, _Pending[Key]]] = {}
+        self._tasks: dict[int, tuple[str, list[_PendingScores[Key]]]] = {}
+        self._pending: dict[Key, _PendingScores[Key]] = {}
+        self._groups: dict[Hashable, dict[int, _PendingScores[Key]]] = {}
         self._incremental = tuple(spec for spec in self._specs if spec.stream_tokens)
         self._stream_ids = itertools.count()
         # The streams of unfinished completions; by stream, the seconds of prefetches of each reward.
@@ -161,7 +161,7 @@ class ScoringPool(Generic[Key]):
             shown = [spec for spec in self._incremental if self._applies(spec, fields)]
             self._dispatcher.show(stream, {spec.name: usable(spec, known) for spec in shown})
 
-    def submit(self, key: Key, fields: Mapping[str, Any], place: Place | None = None) -> None:
+    def submit(self, key: Key, fields: Mapping[str, Any], place: GroupMember | None = None) -> None:
         """Score one completion; a group's reward is called with the last member of the group.
 
         fields: `completion` and `prompt` (text), `completion_ids` and `prompt_ids` (lists of int), `finish_reason`, and
@@ -171,10 +171,10 @@ class ScoringPool(Generic[Key]):
         """
         if key in self._pending:
             raise RewardError(f"{key} is being scored already; poll or discard it first")
-        place = place or Place(key, 0, 1)
+        place = place or GroupMember(key, 0, 1)
         stream = self._streams.pop(key, None)
         applicable = [spec for spec in self._specs if self._applies(spec, fields)]
-        pending = self._pending[key] = _Pending(key, fields, len(applicable), stream)
+        pending = self._pending[key] = _PendingScores(key, fields, len(applicable), stream)
         for spec in self._specs:
             if spec not in applicable:
                 pending.scores[spec.name] = Score()
@@ -236,7 +236,7 @@ class ScoringPool(Generic[Key]):
         chosen = self._by_source.get(source_of(fields) or "")
         return chosen is None or spec.name in chosen or spec.name == REFERENCE
 
-    def _submit(self, spec: RewardSpec, members: list[_Pending[Key]]) -> None:
+    def _submit(self, spec: RewardSpec, members: list[_PendingScores[Key]]) -> None:
         task_id = next(self._task_ids)
         self._tasks[task_id] = (spec.name, members)
         for pending in members:
@@ -244,7 +244,7 @@ class ScoringPool(Generic[Key]):
         shown = [{**pending.fields, STREAM: pending.stream} if spec.stream_tokens else pending.fields for pending in members]
         usable_fields = tuple(usable(spec, fields) for fields in shown)
         tokens = 0 if spec.tokens_per_minute is None else sum(num_tokens(pending.fields) for pending in members)
-        self._dispatcher.submit(spec.name, Task(task_id, usable_fields, tokens, stream=members[0].stream))
+        self._dispatcher.submit(spec.name, ScoringTask(task_id, usable_fields, tokens, stream=members[0].stream))
 
     def _answered(self, task_id: int, answers: Answers) -> None:
         """Called from the dispatcher's thread."""
@@ -275,7 +275,7 @@ class ScoringPool(Generic[Key]):
         for pending, answer in zip(members, own, strict=True):
             self.counters[name].count(name, answer)
             pending.scores[name] = answer.score()
-            pending.stages[name] = Interval(answer.began, answer.ended)
+            pending.stages[name] = ScoringInterval(answer.began, answer.ended)
             if answer.logprobs is not None:
                 pending.reference = answer.logprobs
             pending.num_unanswered -= 1
@@ -283,7 +283,7 @@ class ScoringPool(Generic[Key]):
                 done += self._done(pending)
         return done
 
-    def _done(self, pending: _Pending[Key]) -> list[Scored[Key]]:
+    def _done(self, pending: _PendingScores[Key]) -> list[Scored[Key]]:
         if self._pending.get(pending.key) is not pending:
             return []  # It was discarded.
         del self._pending[pending.key]
@@ -291,7 +291,7 @@ class ScoringPool(Generic[Key]):
         ahead_s = {} if pending.stream is None else self._ahead_s.pop(pending.stream)
         return [Scored(pending.key, scores, pending.stages, ahead_s, pending.reference)]
 
-    def _awaited(self, members: list[_Pending[Key]]) -> bool:
+    def _awaited(self, members: list[_PendingScores[Key]]) -> bool:
         return any(self._pending.get(pending.key) is pending for pending in members)
 
 

@@ -22,7 +22,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from async_rlhf.actors.torch_engine.chunks import PaddedChunks, attention_of
-from async_rlhf.actors.torch_engine.scheduler import Chunk
+from async_rlhf.actors.torch_engine.scheduler import PrefillChunk
 from async_rlhf.buffers.attention import cache_argument
 from async_rlhf.buffers.errors import RewardError
 
@@ -73,7 +73,7 @@ def extend(model: Decoder, texts: Sequence[tuple[CachedPrefix, list[int]]]) -> l
     A common prefix is not computed again, except for the last token.
     """
     starts = [prefix.shares(ids[:-1]) for prefix, ids in texts]
-    chunks = [Chunk(tuple(ids[at:]), at, (row,)) for row, ((_, ids), at) in enumerate(zip(texts, starts, strict=True))]
+    chunks = [PrefillChunk(tuple(ids[at:]), at, (row,)) for row, ((_, ids), at) in enumerate(zip(texts, starts, strict=True))]
     padded = PaddedChunks.of(chunks, model.device)
     assert padded is not None, "a pass over nothing"
     hidden: torch.Tensor = model.body(
@@ -114,7 +114,7 @@ Text = tuple[CachedPrefix, list[int]]
 """The cached prefix of a completion, and all its ids so far."""
 
 
-class Wanted(NamedTuple):
+class WantedText(NamedTuple):
     """A text to be read.
 
     prompt: a name for it. ids: all there is. shareable: how many of them another text of this prompt may have read for it.
@@ -145,7 +145,7 @@ class PrefixCache:
         """Bytes of keys and values."""
         return self._token_bytes * sum(len(cached.ids) for cached in self._of.values() if cached is not None)
 
-    def read(self, wanted: Mapping[int, Wanted]) -> dict[int, torch.Tensor]:
+    def read(self, wanted: Mapping[int, WantedText]) -> dict[int, torch.Tensor]:
         """Read the new ids of these texts, as far as there is room.
 
         Returns, by stream, the hidden states of the newly read ids: [P, C] for the last P.
@@ -190,7 +190,7 @@ class PrefixCache:
             found |= {names[id(cached)]: hidden for (cached, _), hidden in zip(batch, read, strict=True)}
         return found
 
-    def _make_room(self, wanted: Mapping[int, Wanted]) -> None:
+    def _make_room(self, wanted: Mapping[int, WantedText]) -> None:
         """Give up the shortest until everything fits: the least work is lost."""
         cached = {name: len(own.ids) for name, own in self._of.items() if own is not None}
         sizes = {name: len(wanted[name].ids) if name in wanted else length for name, length in cached.items()}
@@ -226,7 +226,7 @@ def alike(texts: Iterable[Text]) -> Iterator[list[Text]]:
 class _Pass(Cache):  # type: ignore[misc]  # transformers ships without types
     """What the attention layers of one pass see: each chunk behind its cached prefix, which grows by it."""
 
-    def __init__(self, cached: Sequence[CachedPrefix], chunks: Sequence[Chunk], length: int) -> None:
+    def __init__(self, cached: Sequence[CachedPrefix], chunks: Sequence[PrefillChunk], length: int) -> None:
         super().__init__(layers=[])
         self._cached, self._chunks, self._length = cached, chunks, length
 

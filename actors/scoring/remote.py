@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 from async_rlhf.actors.rewards import Answer, reward
-from async_rlhf.actors.scoring.reward_worker import Call
+from async_rlhf.actors.scoring.reward_worker import RewardCall
 from async_rlhf.actors.workers.book import Failed
 from async_rlhf.actors.workers.client import Failure, SessionClient
-from async_rlhf.actors.workers.messages import SERVED, STAGES, Show, Step, Stepped, to_answers
+from async_rlhf.actors.workers.messages import SERVED, STAGES, SessionStep, Show, Stepped, to_answers
 from async_rlhf.actors.workers.messages import Shown as ShownThere
 from async_rlhf.actors.workers.sessions import Closed, Happened, StepResult
 from async_rlhf.buffers.errors import RewardError
@@ -42,7 +42,7 @@ class RemoteRewards:
 
     def begin(self, id: int, key: Hashable, what: tuple[Any, ...], timeout_s: float) -> None:
         """A prefetch gets no answer of its own: the server reports what it has read (`shown`)."""
-        self._client.do(partial(self._begin, id, Call(*what)))
+        self._client.do(partial(self._begin, id, RewardCall(*what)))
 
     def discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
         self._client.do(partial(self._discard, tuple(ids)))
@@ -55,7 +55,7 @@ class RemoteRewards:
 
     # -- the client's thread -----------------------------------------------------------------------------------------
 
-    def _begin(self, id: int, call: Call) -> None:
+    def _begin(self, id: int, call: RewardCall) -> None:
         stage, members = self._names[call.name], [dict(member) for member in call.members]
         if call.prefetch:
             if call.forgotten:
@@ -64,7 +64,7 @@ class RemoteRewards:
                 self._client.show(Show.model_construct(stage=stage, stream=call.stream or 0, member=member))
             return
         self._timeouts[id] = call.timeout_s
-        step = Step.model_construct(id=id, stage=stage, members=members, tokens=call.tokens, stream=call.stream)
+        step = SessionStep.model_construct(id=id, stage=stage, members=members, tokens=call.tokens, stream=call.stream)
         self._client.step(step, float("inf") if self._is_scorer else call.timeout_s)
 
     def _discard(self, ids: Collection[int]) -> None:

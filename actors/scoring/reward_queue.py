@@ -25,7 +25,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
 
 
 @dataclass
-class Task:
+class ScoringTask:
     """One completion, or one whole group, to be scored by one reward.
 
     tokens: expected cost. tries: calls already made. stream: id of its prefetches, if there were any.
@@ -45,8 +45,8 @@ class RewardQueue:
 
     def __init__(self, spec: RewardSpec) -> None:
         self._spec = spec
-        self._waiting: deque[Task] = deque()
-        self._paused: list[Task] = []
+        self._waiting: deque[ScoringTask] = deque()
+        self._paused: list[ScoringTask] = []
         self._num_running = 0
         self._requests = None if spec.requests_per_minute is None else WindowLimit(spec.requests_per_minute)
         self._tokens = None if spec.tokens_per_minute is None else WindowLimit(spec.tokens_per_minute)
@@ -56,7 +56,7 @@ class RewardQueue:
         """Whether nothing waits and nothing runs."""
         return not (self._waiting or self._num_running)
 
-    def offer(self, task: Task, now: float) -> Answer | None:
+    def offer(self, task: ScoringTask, now: float) -> Answer | None:
         """None, or why the task can never be called: it costs more than a whole minute's tokens."""
         if self._tokens is not None and task.tokens > self._tokens.limit:
             return Answer(None, f"needs {task.tokens} tokens, tokens_per_minute allows {self._tokens.limit:.0f}")
@@ -69,7 +69,7 @@ class RewardQueue:
         self._waiting = deque(task for task in self._waiting if task.id not in task_ids)
         self._paused = [task for task in self._paused if task.id not in task_ids]
 
-    def due(self, now: float) -> list[tuple[Task, ...]]:
+    def due(self, now: float) -> list[tuple[ScoringTask, ...]]:
         """The batches to call now."""
         if self._paused:
             self._return_paused(now)
@@ -94,14 +94,16 @@ class RewardQueue:
             return paused
         return min(paused, max(self._ripe_at(now), self._allowed_at(now, _cost(self._next_batch()))))
 
-    def ended(self, batch: Sequence[Task], answers: Sequence[Answer], now: float) -> list[tuple[Task, Sequence[Answer]]]:
+    def ended(
+        self, batch: Sequence[ScoringTask], answers: Sequence[Answer], now: float
+    ) -> list[tuple[ScoringTask, Sequence[Answer]]]:
         """The tasks of a finished call with their final answers; the others wait for a retry.
 
         answers: as many as members in all, or one for all of them.
         """
         self._num_running -= 1
         self._correct(batch, answers, now)
-        final: list[tuple[Task, Sequence[Answer]]] = []
+        final: list[tuple[ScoringTask, Sequence[Answer]]] = []
         start = 0
         for task in batch:
             own = answers if len(answers) == 1 else answers[start : start + len(task.members)]
@@ -122,7 +124,7 @@ class RewardQueue:
             self._paused = [task for task in self._paused if task.not_before > now]
             self._waiting.extendleft(sorted(over, key=lambda task: -task.id))
 
-    def _next_batch(self) -> tuple[Task, ...]:
+    def _next_batch(self) -> tuple[ScoringTask, ...]:
         """The first that wait, as many as a minute's tokens allow at once."""
         batch = tuple(itertools.islice(self._waiting, self._spec.batch_size))
         while self._tokens is not None and len(batch) > 1 and _cost(batch) > self._tokens.limit:
@@ -149,7 +151,7 @@ class RewardQueue:
         if self._tokens is not None:
             self._tokens.take(now, cost)
 
-    def _correct(self, batch: Sequence[Task], answers: Sequence[Answer], now: float) -> None:
+    def _correct(self, batch: Sequence[ScoringTask], answers: Sequence[Answer], now: float) -> None:
         """Charges what a call reports (metric `tokens`) beyond its expected cost."""
         spent = sum(answer.metrics.get("tokens", 0.0) for answer in answers)
         expected = _cost(batch)
@@ -243,5 +245,5 @@ class Prefetch:
         self._size = min(self._max_size, 2 * self._size) if seconds < PREFETCH_CALL_S else max(1, self._size // 2)
 
 
-def _cost(batch: Iterable[Task]) -> float:
+def _cost(batch: Iterable[ScoringTask]) -> float:
     return float(sum(task.tokens for task in batch))

@@ -18,7 +18,7 @@ from async_rlhf.actors.workers.sessions import Closed, StepResult
 from async_rlhf.actors.workers.watchdog import LoopWatchdog, Watched
 
 
-class Call(NamedTuple):
+class RewardCall(NamedTuple):
     """One call of one reward, by its name. It travels as a plain tuple, which is packed faster.
 
     members: of each completion, its fields and the columns of its prompt's row that the reward uses. timeout_s: longest run.
@@ -39,7 +39,7 @@ Answers = tuple[Answer, ...]
 """One for each member of a call, or one for all of them."""
 
 
-def answers_of(came: StepResult | Closed | Failed, call: Call) -> Answers:
+def answers_of(came: StepResult | Closed | Failed, call: RewardCall) -> Answers:
     """With the times of what ran. A call that timed out may be retried."""
     if isinstance(came, StepResult):
         answers: Answers = came.result
@@ -53,7 +53,7 @@ def answers_of(came: StepResult | Closed | Failed, call: Call) -> Answers:
 
 
 class RewardKind:
-    """The `Kind` of a pool of reward workers. specs: all plain, or all asynchronous. at_once: asynchronous calls in the
+    """The `SessionKind` of a pool of reward workers. specs: all plain, or all asynchronous. at_once: asynchronous calls in the
     process. functions: by reward, those that only this process has."""
 
     timeout_setting, memory_setting = "scoring.timeout_s", "scoring.worker_memory_mb"
@@ -75,11 +75,11 @@ class RewardKind:
         self._rewards = {spec.name: ready(spec, self._functions) for spec in self._specs}
 
     def call(self, what: tuple[Any, ...]) -> Answers:
-        call = Call(*what)
+        call = RewardCall(*what)
         return run_call(self._rewards[call.name], call)
 
     def begin(self, id: int, what: tuple[Any, ...], watchdog: LoopWatchdog) -> AsyncCall:
-        call = Call(*what)
+        call = RewardCall(*what)
         return AsyncCall(self._rewards[call.name], call, watchdog, id, self.in_thread)
 
 
@@ -92,10 +92,10 @@ class Ready(NamedTuple):
     retry_on: tuple[type[BaseException], ...]
     stream: Stream | None = None
 
-    def arguments(self, call: Call) -> dict[str, Any]:
+    def arguments(self, call: RewardCall) -> dict[str, Any]:
         return self.signature.arguments(call.members, self.options)
 
-    def prefetch(self, call: Call) -> Answers:
+    def prefetch(self, call: RewardCall) -> Answers:
         assert self.stream is not None, "a reward without incremental scoring"
         if call.forgotten:
             self.stream.forget(list(call.forgotten), **self.options)
@@ -116,7 +116,7 @@ def ready(spec: RewardSpec, functions: Mapping[str, RewardFunction] | None) -> R
         return failed(error)
 
 
-def run_call(reward: Ready | Answer, call: Call) -> Answers:
+def run_call(reward: Ready | Answer, call: RewardCall) -> Answers:
     """Call a plain reward; whatever it does short of ending the process becomes an answer."""
     if isinstance(reward, Answer):
         return (reward,)
@@ -137,7 +137,7 @@ class AsyncCall:
     whole_timeout_s: float | None = None
     more = None
 
-    def __init__(self, reward: Ready | Answer, call: Call, watchdog: LoopWatchdog, id: int, in_thread: bool) -> None:
+    def __init__(self, reward: Ready | Answer, call: RewardCall, watchdog: LoopWatchdog, id: int, in_thread: bool) -> None:
         self._reward, self._call, self._watchdog, self._id, self._in_thread = reward, call, watchdog, id, in_thread
         self.timeout_s = call.timeout_s
 

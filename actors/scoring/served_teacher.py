@@ -17,13 +17,13 @@ from async_rlhf.actors.rewards.answer import shown
 from async_rlhf.buffers.record import MAX_LOGPROB, Float32Array
 
 if TYPE_CHECKING:
-    from async_rlhf.actors.scoring.incremental import Sample
+    from async_rlhf.actors.scoring.incremental import TextSample
 
 # One token takes about 100 bytes of JSON.
 _MAX_BYTES = 64 << 20
 
 
-def logprobs(path: str, samples: Sequence[Sample], api_key_env: str) -> list[Float32Array]:
+def logprobs(path: str, samples: Sequence[TextSample], api_key_env: str) -> list[Float32Array]:
     """float32 [T] of each completion behind its prompt, in one request; the caller limits its time.
 
     path: the URL up to and without `/completions`, and behind a `#` which of its models. Raises TransientError for what may

@@ -18,14 +18,14 @@ from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec
 from async_rlhf.actors.scoring.dispatcher import Dispatcher
 from async_rlhf.actors.scoring.pool import STREAM, RewardCounters, num_tokens, usable
-from async_rlhf.actors.scoring.reward_queue import Task
+from async_rlhf.actors.scoring.reward_queue import ScoringTask
 from async_rlhf.actors.scoring.reward_worker import Answers
-from async_rlhf.actors.workers.messages import NUM_IDS, Show, Shown, Step, Stepped, to_fields
-from async_rlhf.actors.workers.service import Client, Service, Session
+from async_rlhf.actors.workers.messages import NUM_IDS, SessionStep, Show, Shown, Stepped, to_fields
+from async_rlhf.actors.workers.service import ServedSession, ServiceClient, WorkerService
 from async_rlhf.buffers.errors import RewardError, WireError
 
 
-class ScoringServer(Service):
+class ScoringServer(WorkerService):
     """See the module docstring."""
 
     what = "a reward"
@@ -39,7 +39,7 @@ class ScoringServer(Service):
         functions: Mapping[str, RewardFunction] | None = None,
         **service: Any,
     ) -> None:
-        """functions: by reward, where only this process has them. service: as of `Service`. Raises ConfigError."""
+        """functions: by reward, where only this process has them. service: as of `WorkerService`. Raises ConfigError."""
         super().__init__(address, key_dir, **service)
         self._specs = {spec.name: spec for spec in specs}
         self._rewards = {spec.name: RewardCounters() for spec in specs}
@@ -52,7 +52,7 @@ class ScoringServer(Service):
     def _close(self) -> None:
         self._dispatcher.close(10.0)
 
-    def _begin(self, client: Client, session: Session, step: Step) -> None:
+    def _begin(self, client: ServiceClient, session: ServedSession, step: SessionStep) -> None:
         spec = self._spec(step.stage)
         if not step.members:
             raise WireError("a call of a reward has no members")
@@ -65,9 +65,9 @@ class ScoringServer(Service):
             raise RewardError(f"a completion's tokens are no list: {error}") from error
         client.streams.discard(-1 if stream is None else stream)
         members = tuple(usable(spec, member) for member in shown)
-        self._dispatcher.submit(spec.name, Task(key, members, tokens, stream=stream))
+        self._dispatcher.submit(spec.name, ScoringTask(key, members, tokens, stream=stream))
 
-    def _show(self, client: Client, show: Show) -> None:
+    def _show(self, client: ServiceClient, show: Show) -> None:
         spec, stream = self._spec(show.stage), client.key(show.stream)
         if not spec.stream_tokens:
             raise RewardError(f"stage {spec.name!r} has no incremental scoring")
@@ -91,7 +91,7 @@ class ScoringServer(Service):
         """Called from the dispatcher's threads."""
         self._do(partial(self._answer, key, partial(self._stepped, answers)))
 
-    def _stepped(self, answers: Answers, client: Client, id: int, session: Session) -> Stepped:
+    def _stepped(self, answers: Answers, client: ServiceClient, id: int, session: ServedSession) -> Stepped:
         for answer in answers:
             self._rewards[session.stage].count(session.stage, answer)
         # Retries were made here.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig
 
-from async_rlhf.actors.torch_engine.scheduler import Chunk
+from async_rlhf.actors.torch_engine.scheduler import PrefillChunk
 from async_rlhf.buffers.attention import FULL, Attention, Reach, attention, unknown
 from async_rlhf.buffers.errors import ConfigError
 
@@ -33,7 +33,7 @@ class PaddedChunks:
     sources: torch.Tensor | None
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], device: torch.device) -> PaddedChunks | None:
+    def of(cls, chunks: Sequence[PrefillChunk], device: torch.device) -> PaddedChunks | None:
         """None when there are no chunks."""
         if not chunks:
             return None

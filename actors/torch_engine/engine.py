@@ -31,7 +31,7 @@ from async_rlhf.actors.torch_engine.llama_invariant import CACHE_STEP, Invariant
 from async_rlhf.actors.torch_engine.reserved import ReservedCache
 from async_rlhf.actors.torch_engine.rows import Decode, Rows, Stopping
 from async_rlhf.actors.torch_engine.sampling import sample
-from async_rlhf.actors.torch_engine.scheduler import NO_ROWS, Plan, Scheduler, Size
+from async_rlhf.actors.torch_engine.scheduler import NO_ROWS, PassPlan, Scheduler, Size
 from async_rlhf.actors.torch_engine.weights import Base, adopt_weights, check_weights
 from async_rlhf.buffers.errors import EngineError
 from async_rlhf.buffers.record import Float32Array
@@ -80,9 +80,8 @@ class TorchEngine:
         """
         self._model, self._base = model.eval(), base
         self.version, self._on_update = version, on_update
-        self._max_length = max_length
+        self._max_length, self._device = max_length, model.device
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
-        self._device = model.device
         self._stopping = Stopping(stop_ids, decode)
         self._scheduler = Scheduler(slots, prefill_tokens, evicts=kv_policy is not None)
         self._rows = Rows(slots)
@@ -221,7 +220,7 @@ class TorchEngine:
             self._record_supports(kept, ready)
         return self._end(sampled[0].astype(np.int64), ready)
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> PassPlan:
         """Make room where memory is counted, then let requests in; while weights wait, only those that had begun."""
         size = NO_ROWS
         if self._is_bounded:
@@ -242,7 +241,7 @@ class TorchEngine:
         """Whether another row may enter: not one that is sent back a few steps later."""
         return self._cache.fits(size if size.num_rows == 1 else size.later(_ROOM))
 
-    def _place(self, plan: Plan) -> None:
+    def _place(self, plan: PassPlan) -> None:
         """Bring rows, cache and last tokens to where the plan has them."""
         if plan.moves:
             sources, targets = (list(side) for side in zip(*plan.moves, strict=True))

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from async_rlhf.actors.torch_engine.cache import RowCache
 from async_rlhf.actors.torch_engine.chunks import PaddedChunks, attention_of, position_mask
-from async_rlhf.actors.torch_engine.scheduler import Chunk
+from async_rlhf.actors.torch_engine.scheduler import PrefillChunk
 from async_rlhf.actors.torch_engine.segments import attend_in_segments, attending, segments
 from async_rlhf.buffers.attention import cache_argument
 
@@ -44,7 +44,9 @@ class Forward:
         self._attention = attention_of(model.config)
         self._in_segments = attend_in_segments(model)
 
-    def __call__(self, chunks: Sequence[Chunk], tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+    def __call__(
+        self, chunks: Sequence[PrefillChunk], tokens: torch.Tensor, positions: torch.Tensor, length: int
+    ) -> torch.Tensor:
         """Compute chunks of prefixes, then one token in each row.
 
         tokens, positions: int64 [N], each row's last token and its index in its sequence.

@@ -21,20 +21,22 @@ import torch
 from async_rlhf.actors.torch_engine.cache import RowCache
 from async_rlhf.actors.torch_engine.chunks import PaddedChunks, additive
 from async_rlhf.actors.torch_engine.forward import Forward
-from async_rlhf.actors.torch_engine.kv_policy import Bools, KeptRows, KVPolicy
-from async_rlhf.actors.torch_engine.llama import LlamaForward, Part, Prefixes
-from async_rlhf.actors.torch_engine.scheduler import Chunk
+from async_rlhf.actors.torch_engine.kv_policy import Bools, KeptPositions, KVPolicy
+from async_rlhf.actors.torch_engine.llama import AttentionPart, LlamaForward, Prefixes
+from async_rlhf.actors.torch_engine.scheduler import PrefillChunk
 
 
 class KeptCache(RowCache):
-    """As `RowCache`, with `policy.budget + 1` columns; `KeptRows` decides which of them are seen."""
+    """As `RowCache`, with `policy.budget + 1` columns; `KeptPositions` decides which of them are seen."""
 
     def __init__(self, policy: KVPolicy, slots: int, max_places: int | None = None) -> None:
         super().__init__(slots, max_places=max_places)
         self._width = policy.budget + 1
-        self._kept = KeptRows(policy, slots)
+        self._kept = KeptPositions(policy, slots)
 
-    def begin_kept_chunks(self, chunks: Sequence[Chunk], device: torch.device) -> tuple[PaddedChunks, torch.Tensor] | None:
+    def begin_kept_chunks(
+        self, chunks: Sequence[PrefillChunk], device: torch.device
+    ) -> tuple[PaddedChunks, torch.Tensor] | None:
         """The next pass computes these chunks: padded, and bool [K, 1, P, C + P], what their tokens see; None of none."""
         padded = PaddedChunks.of(chunks, device)
         if padded is None:
@@ -103,7 +105,9 @@ class KeptForward(Forward):
 
     _cache: KeptCache
 
-    def __call__(self, chunks: Sequence[Chunk], tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+    def __call__(
+        self, chunks: Sequence[PrefillChunk], tokens: torch.Tensor, positions: torch.Tensor, length: int
+    ) -> torch.Tensor:
         begun = self._cache.begin_kept_chunks(chunks, tokens.device)
         if begun is not None:
             padded, seen = begun
@@ -118,11 +122,15 @@ class KeptLlamaForward(LlamaForward):
 
     _cache: KeptCache
 
-    def __call__(self, chunks: Sequence[Chunk], tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+    def __call__(
+        self, chunks: Sequence[PrefillChunk], tokens: torch.Tensor, positions: torch.Tensor, length: int
+    ) -> torch.Tensor:
         begun = self._cache.begin_kept_chunks(chunks, tokens.device)
         prefixes = None if begun is None else Prefixes(begun[0], additive(begun[1], torch.float32))
         mask = additive(self._cache.begin_kept_tokens(tokens, positions), torch.float32)
-        return self._in_one_pass(prefixes, tokens, positions, length, [Part(slice(0, len(tokens)), self._of_heads(mask))])
+        return self._in_one_pass(
+            prefixes, tokens, positions, length, [AttentionPart(slice(0, len(tokens)), self._of_heads(mask))]
+        )
 
 
 def _padded(mask: Bools, longest: int, num_columns: int) -> Bools:

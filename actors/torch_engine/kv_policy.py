@@ -14,7 +14,7 @@ What is kept at t depends on the tokens up to t alone, prompt and completion ali
 that is computed again, in chunks of any size, ends with the same keys and values, and the whole is one pass with a mask
 (`KVPolicy.mask`). An evicted token's key and value were computed while it could be seen, as was what it left in later ones.
 
-`KeptRows` follows the rows of an engine: which position lies in which column of the cache.
+`KeptPositions` follows the rows of an engine: which position lies in which column of the cache.
 
 Axes: `R` rows of the cache, `N` running rows, `V` vocabulary, `T` tokens, `P` tokens of a chunk of a prefix, `C` columns.
 """
@@ -72,7 +72,7 @@ class KVPolicy:
 
     def mask(self, ids: Integers) -> Bools:
         """bool [T, T] of a whole row: which tokens each token attends to."""
-        rows = KeptRows(self, 1)
+        rows = KeptPositions(self, 1)
         at = np.arange(len(ids))
         return self.visible(at, at, rows.ordinals_of(0, ids, at))
 
@@ -91,7 +91,7 @@ class WrittenChunk(NamedTuple):
     tokens: Integers
 
 
-class KeptRows:
+class KeptPositions:
     """Owns what lies where: positions, ordinals, int64 [R, C]. The last column is a spare one, in which nothing is kept.
 
     A row that is not yet computed up to its newest token does not take it: that token goes into the spare column.

@@ -30,7 +30,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from async_rlhf.actors.torch_engine.cache import RowCache
 from async_rlhf.actors.torch_engine.chunks import PaddedChunks, position_mask
 from async_rlhf.actors.torch_engine.forward import Forward
-from async_rlhf.actors.torch_engine.scheduler import Chunk
+from async_rlhf.actors.torch_engine.scheduler import PrefillChunk
 from async_rlhf.actors.torch_engine.segments import segments
 from async_rlhf.buffers.attention import FULL
 
@@ -127,14 +127,14 @@ class Prefixes:
     mask: torch.Tensor | None
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], device: torch.device) -> Prefixes | None:
+    def of(cls, chunks: Sequence[PrefillChunk], device: torch.device) -> Prefixes | None:
         padded = PaddedChunks.of(chunks, device)
         if padded is None:
             return None
         return cls(padded, None if padded.sources is None else padded.mask(torch.float32))
 
 
-class Part(NamedTuple):
+class AttentionPart(NamedTuple):
     """Rows whose newest tokens attend together, B of them, and what is added to their scores, [B J, G, T]."""
 
     rows: slice
@@ -167,11 +167,15 @@ class LlamaForward(Forward):
         self._norm = model.model.norm.weight.detach().float()
         self._head = Product(model.lm_head.weight, few=self._few)
 
-    def __call__(self, chunks: Sequence[Chunk], tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+    def __call__(
+        self, chunks: Sequence[PrefillChunk], tokens: torch.Tensor, positions: torch.Tensor, length: int
+    ) -> torch.Tensor:
         """As in `Forward`, in one pass."""
         self._cache.begin_tokens(positions, length)
         parts = [
-            Part(slice(start, stop), self._of_heads(position_mask(positions[start:stop, None], length, torch.float32, FULL)))
+            AttentionPart(
+                slice(start, stop), self._of_heads(position_mask(positions[start:stop, None], length, torch.float32, FULL))
+            )
             for start, stop, length in segments(positions.tolist())
         ]
         return self._in_one_pass(Prefixes.of(chunks, tokens.device), tokens, positions, length, parts)
@@ -182,7 +186,7 @@ class LlamaForward(Forward):
         tokens: torch.Tensor,
         positions: torch.Tensor,
         length: int,
-        parts: Sequence[Part],
+        parts: Sequence[AttentionPart],
     ) -> torch.Tensor:
         """Prefixes together with one token in each row, [N], which attend in these parts: logits [N, V]."""
         num_rows, ids, at = len(tokens), tokens, positions
@@ -255,7 +259,7 @@ class LlamaForward(Forward):
         return mask[:, :, :, None].expand(-1, heads, -1, per_key, -1).flatten(2, 3).flatten(0, 1)
 
     def _attend_rows(
-        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: Sequence[Part]
+        self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, parts: Sequence[AttentionPart]
     ) -> torch.Tensor:
         """New tokens over the caches of their rows: [N, H, D] -> [N, H D]."""
         keys, values = self._cache.write_tokens(index, k, v)

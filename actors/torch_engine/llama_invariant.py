@@ -25,7 +25,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from async_rlhf.actors.torch_engine.cache import RowCache
 from async_rlhf.actors.torch_engine.chunks import additive, position_mask
 from async_rlhf.actors.torch_engine.llama import Attend, LlamaForward, can_serve
-from async_rlhf.actors.torch_engine.scheduler import Chunk
+from async_rlhf.actors.torch_engine.scheduler import PrefillChunk
 from async_rlhf.actors.torch_engine.segments import segments
 from async_rlhf.actors.torch_engine.shapes import MOST_COLUMNS, SAFE, Columns, Sizes, choose_columns
 from async_rlhf.buffers.attention import FULL
@@ -45,7 +45,7 @@ def can_be_invariant(model: PreTrainedModel) -> bool:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _PieceGroup:
     """Pieces that attend together, each to the first T columns of its row.
 
     rows: of the cache, a slice or int64 [B]. tokens: tokens of the pass, a slice of B or int64 [B, L]; a place that no
@@ -60,7 +60,7 @@ class _Group:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _TokenPiece:
     """Tokens `first`, `first + 1`, ... of the pass at the places `offset`, `offset + 1`, ... of a piece of `row`."""
 
     base: int
@@ -87,7 +87,9 @@ class InvariantLlamaForward(LlamaForward):
         # By tokens of a piece and columns: how many pieces may attend together.
         self._group_sizes: dict[tuple[int, int], Sizes] = {}
 
-    def __call__(self, chunks: Sequence[Chunk], tokens: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+    def __call__(
+        self, chunks: Sequence[PrefillChunk], tokens: torch.Tensor, positions: torch.Tensor, length: int
+    ) -> torch.Tensor:
         """As in `Forward`, in one pass."""
         num_rows = len(tokens)
         ids, at = [tokens], [positions]
@@ -128,13 +130,13 @@ class InvariantLlamaForward(LlamaForward):
                 self._after(layer, block, of_block if len(sizes) == 1 else of_block.clone())  # where memory begins counts too
         return _joined([self._head(self._normed(block, self._norm)) for block in _split(x, sizes)])[:num_wanted]
 
-    def _row_groups(self, positions: Sequence[int]) -> Iterator[_Group]:
+    def _row_groups(self, positions: Sequence[int]) -> Iterator[_PieceGroup]:
         """The newest token of each row, a piece of its own; neighbouring rows attend together, where their caches lie."""
         for start, stop, length in segments(positions):
             mask = self._piece_mask(torch.tensor(positions[start:stop]), 1, length)
-            yield _Group(slice(start, stop), slice(start, stop), None, mask)
+            yield _PieceGroup(slice(start, stop), slice(start, stop), None, mask)
 
-    def _prefix_groups(self, chunks: Sequence[Chunk], num_rows: int) -> Iterator[_Group]:
+    def _prefix_groups(self, chunks: Sequence[PrefillChunk], num_rows: int) -> Iterator[_PieceGroup]:
         """The tokens of chunks: pieces of prompts, and pieces of one token after a prompt."""
         of_prompts, singles = _pieces(chunks, num_rows)
         for pieces, size in ((of_prompts, PIECE), (singles, 1)):
@@ -144,7 +146,7 @@ class InvariantLlamaForward(LlamaForward):
                 for first in range(start, stop, count):
                     yield self._group(pieces[first : min(first + count, stop)], size, length)
 
-    def _group(self, pieces: Sequence[_Piece], size: int, length: int) -> _Group:
+    def _group(self, pieces: Sequence[_TokenPiece], size: int, length: int) -> _PieceGroup:
         """length: of the longest piece."""
         answered = torch.tensor(
             [
@@ -157,7 +159,7 @@ class InvariantLlamaForward(LlamaForward):
         mask = self._piece_mask(torch.tensor([piece.base for piece in pieces]), size, length)
         row = pieces[0].row
         rows = slice(row, row + 1) if len(pieces) == 1 else torch.tensor([piece.row for piece in pieces])
-        return _Group(rows, tokens.view(-1, size), answered, mask)
+        return _PieceGroup(rows, tokens.view(-1, size), answered, mask)
 
     def _piece_mask(self, bases: torch.Tensor, size: int, length: int) -> torch.Tensor:
         """[B J, L G, T]: 0 up to the position of each place, the lowest finite number beyond; bases: int64 [B], of place 0."""
@@ -165,7 +167,7 @@ class InvariantLlamaForward(LlamaForward):
         return self._of_heads(position_mask(at, self._columns[size].padded(length), torch.float32, FULL))
 
     def _attend_group(
-        self, group: _Group, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attended: torch.Tensor
+        self, group: _PieceGroup, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attended: torch.Tensor
     ) -> None:
         """Fill in of [S, H D] what the group's tokens attended to; keys, values: [R, J, columns, D]."""
         queries, columns = q[group.tokens], group.mask.shape[-1]
@@ -290,7 +292,7 @@ def _sum(parts: torch.Tensor) -> torch.Tensor:
     return parts[0]
 
 
-def _written(chunks: Sequence[Chunk], num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _written(chunks: Sequence[PrefillChunk], num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """int64 [writes] each: tokens of the pass, and rows of the cache that get their keys and values."""
     tokens = rows = [torch.arange(num_rows)]
     first = num_rows
@@ -302,10 +304,10 @@ def _written(chunks: Sequence[Chunk], num_rows: int) -> tuple[torch.Tensor, torc
     return torch.cat(tokens), torch.cat(rows)
 
 
-def _pieces(chunks: Sequence[Chunk], num_rows: int) -> tuple[list[_Piece], list[_Piece]]:
+def _pieces(chunks: Sequence[PrefillChunk], num_rows: int) -> tuple[list[_TokenPiece], list[_TokenPiece]]:
     """Those of prompts, and those after prompts, which have one token each."""
-    of_prompts: list[_Piece] = []
-    singles: list[_Piece] = []
+    of_prompts: list[_TokenPiece] = []
+    singles: list[_TokenPiece] = []
     first = num_rows
     for chunk in chunks:
         done = 0
@@ -313,7 +315,7 @@ def _pieces(chunks: Sequence[Chunk], num_rows: int) -> tuple[list[_Piece], list[
             position = chunk.start + done
             offset = 0 if chunk.sampled else position % PIECE
             count = 1 if chunk.sampled else min(PIECE - offset, len(chunk.ids) - done)
-            piece = _Piece(position - offset, chunk.rows[0], first + done, offset, count)
+            piece = _TokenPiece(position - offset, chunk.rows[0], first + done, offset, count)
             (singles if chunk.sampled else of_prompts).append(piece)
             done += count
         first += len(chunk.ids)

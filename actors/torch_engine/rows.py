@@ -1,5 +1,5 @@
 """What the host keeps about every running row: counters, settings, random numbers, and the tokens sampled so far; and what is
-left of a row that was sent back (`Progress`) or whose turn may be continued (`Hold`).
+left of a row that was sent back (`RowProgress`) or whose turn may be continued (`Hold`).
 
 `Rows` is a structure of arrays, so that one step touches every row with a handful of numpy operations and no Python loop. It
 never holds a torch tensor and never decides anything; the engine owns it and keeps it in step with the scheduler.
@@ -33,7 +33,7 @@ _SAMPLING = np.dtype(
 
 
 @dataclass(frozen=True)
-class Progress:
+class RowProgress:
     """token_ids: int32 [T]; logprobs: float32 [T]; spans cover all T tokens; sampling_masks: int32 ids of each, or empty."""
 
     token_ids: Int32Array
@@ -67,7 +67,7 @@ class Rows:
         self._spans: list[tuple[Span, ...]] = [()] * slots
         self._sampling_masks: list[list[Int32Array]] = [[]] * slots
 
-    def admit(self, row: int, request: Request, version: int, progress: Progress | None = None) -> None:
+    def admit(self, row: int, request: Request, version: int, progress: RowProgress | None = None) -> None:
         """Begin a request, or go on with one; the oldest weights that computed its prefix are `version`.
 
         Its random numbers are one Philox stream, drawn up front from its seed alone.
@@ -136,10 +136,10 @@ class Rows:
         for row in range(num_rows):
             self._spans[row] = self._all_spans(row, version)
 
-    def progress(self, row: int, version: int) -> Progress:
+    def progress(self, row: int, version: int) -> RowProgress:
         """What a row has sampled, copied out of the arrays, to be admitted again later."""
         count = int(self.counts[row])
-        return Progress(
+        return RowProgress(
             token_ids=self._tokens[row, :count].copy(),
             logprobs=self._logprobs[row, :count].copy(),
             spans=self._all_spans(row, version),

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from async_rlhf.actors.engine import Request, RolloutKey
-from async_rlhf.actors.torch_engine.rows import Hold, Holds, Progress
+from async_rlhf.actors.torch_engine.rows import Hold, Holds, RowProgress
 
 
 class Size(NamedTuple):
@@ -44,7 +44,7 @@ NO_ROWS = Size()
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PrefillChunk:
     """Known tokens to compute at positions `start`, `start + 1`, ..., for all `rows` alike (they share what is before).
 
     sampled: from the end of a prompt on, in a row that was sent back or has a context; else all of them are a prompt's.
@@ -66,7 +66,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Admission:
+class RowAdmission:
     """A request enters `row`, for the first time or with what it had sampled before it was sent back.
 
     version: the oldest weights that its prefix is, or was, computed with. cache: keys and values that
@@ -76,7 +76,7 @@ class Admission:
     row: int
     request: Request
     version: int
-    progress: Progress | None = None
+    progress: RowProgress | None = None
     cache: tuple[Any, ...] = ()
 
     @property
@@ -85,7 +85,7 @@ class Admission:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PassPlan:
     """What to do before the next token, in this order: moves, admissions with what was held of them, copies, chunks.
 
     moves: (source, target) rows of running sequences; no target is a source.
@@ -96,22 +96,22 @@ class Plan:
 
     moves: tuple[tuple[int, int], ...] = ()
     copies: tuple[Copy, ...] = ()
-    admitted: tuple[Admission, ...] = ()
-    chunks: tuple[Chunk, ...] = ()
+    admitted: tuple[RowAdmission, ...] = ()
+    chunks: tuple[PrefillChunk, ...] = ()
     filling: tuple[int, ...] = ()
 
 
-_NOTHING = Plan()
+_NOTHING = PassPlan()
 
 
 @dataclass(eq=False)
-class _Entry:
+class _ScheduledRow:
     request: Request
     number: int
     """Place in the order of submission."""
     hold: Hold | None = None
     """What it continues, until it is admitted."""
-    progress: Progress | None = None
+    progress: RowProgress | None = None
     row: int = -1
     version: int = -1
     """Weights the cached prompt was computed with; a sibling admitted after an update computes it again."""
@@ -128,7 +128,7 @@ class _Fill:
     """A prefix being computed for its members' rows: positions 0 .. done - 1 are there, len(ids) - 2 is the last wanted."""
 
     ids: tuple[int, ...]
-    members: list[_Entry]
+    members: list[_ScheduledRow]
     done: int = 0
 
     @property
@@ -150,8 +150,8 @@ class Scheduler:
 
     def __init__(self, slots: int, prefill_tokens: int = 2048, *, evicts: bool = False) -> None:
         self._slots, self._prefill_tokens, self._evicts = slots, prefill_tokens, evicts
-        self._waiting: deque[_Entry] = deque()
-        self._rows: list[_Entry | None] = []
+        self._waiting: deque[_ScheduledRow] = deque()
+        self._rows: list[_ScheduledRow | None] = []
         self._unfinished: set[RolloutKey] = set()
         self._fills: list[_Fill] = []
         self._holds = Holds()
@@ -192,7 +192,7 @@ class Scheduler:
         row of a rollout where the first of those that are here stands."""
         for request in requests:
             hold = self._holds.continued_by(request)
-            self._wait(_Entry(request, self._place(request.key) if hold is None else hold.number, hold))
+            self._wait(_ScheduledRow(request, self._place(request.key) if hold is None else hold.number, hold))
             self._unfinished.add(request.key)
             self._submitted += 1
 
@@ -225,7 +225,7 @@ class Scheduler:
         """What is held is computed again when it is continued."""
         self._holds.release_caches()
 
-    def suspend(self, progress: Iterable[tuple[int, Progress]]) -> None:
+    def suspend(self, progress: Iterable[tuple[int, RowProgress]]) -> None:
         """Send the requests of these rows back to their place in the waiting line, with what they have sampled so far."""
         for row, sampled in progress:
             entry = self._entry(row)
@@ -254,7 +254,7 @@ class Scheduler:
         size: Size = NO_ROWS,
         fits: Callable[[Size], bool] | None = None,
         only_begun: bool = False,
-    ) -> Plan:
+    ) -> PassPlan:
         """Close all holes, admit as many waiting requests as fit, choose what is computed of prefixes by `version`.
 
         `fits(size)`: whether there is memory for rows of this size; `size` is that of the running ones. `only_begun` admits
@@ -269,14 +269,14 @@ class Scheduler:
         copies, admitted = self._admit(entering, version)
         chunks = self._next_chunks() if self._fills else ()
         filling = tuple(sorted(entry.row for fill in self._fills for entry in fill.members))
-        return Plan(moves, copies, admitted, chunks, filling)
+        return PassPlan(moves, copies, admitted, chunks, filling)
 
     def _take_admissible(
         self, num_rows: int, size: Size, fits: Callable[[Size], bool] | None, only_begun: bool
-    ) -> list[_Entry]:
+    ) -> list[_ScheduledRow]:
         """Those that can enter now, out of the waiting line: from its front, or of those that had begun from theirs."""
-        entering: list[_Entry] = []
-        passed: list[_Entry] = []
+        entering: list[_ScheduledRow] = []
+        passed: list[_ScheduledRow] = []
         while self._waiting and num_rows + len(entering) < self._slots:
             entry = self._waiting[0]
             # What had begun may stand behind a continuation, and the weights that this one is for wait until it has ended.
@@ -291,7 +291,7 @@ class Scheduler:
         self._waiting.extendleft(reversed(passed))
         return entering
 
-    def _wait(self, entry: _Entry) -> None:
+    def _wait(self, entry: _ScheduledRow) -> None:
         """Into the waiting line, which is in the order of submission."""
         insort(self._waiting, entry, key=lambda each: each.number)
 
@@ -306,7 +306,7 @@ class Scheduler:
         self._rows.extend([None] * (num_rows - len(self._rows)))
         return moves
 
-    def _admit(self, entering: Sequence[_Entry], version: int) -> tuple[tuple[Copy, ...], tuple[Admission, ...]]:
+    def _admit(self, entering: Sequence[_ScheduledRow], version: int) -> tuple[tuple[Copy, ...], tuple[RowAdmission, ...]]:
         """Fill the free rows; what is held, or a prompt already computed by these weights, is not computed again."""
         if not entering:
             return (), ()
@@ -320,7 +320,7 @@ class Scheduler:
                 self._holds.release(entry.request.key, hold)
             held = hold if hold is not None and hold.cache else None
             self._rows[row], entry.row, entry.version = entry, row, version if held is None else held.version
-            admitted.append(Admission(row, entry.request, entry.version, entry.progress, () if held is None else held.cache))
+            admitted.append(RowAdmission(row, entry.request, entry.version, entry.progress, () if held is None else held.cache))
             prompt = entry.request.prompt_ids
             if held is not None:
                 self._fills += self._rest(entry, len(held.ids) - 1)
@@ -338,19 +338,19 @@ class Scheduler:
                 self._fills.append(shared[prompt])
         return tuple(copies), tuple(admitted)
 
-    def _ready(self, version: int) -> dict[tuple[int, ...], _Entry]:
+    def _ready(self, version: int) -> dict[tuple[int, ...], _ScheduledRow]:
         """Rows whose prompt has been computed by these weights and may be copied, by prompt."""
         filling = {id(entry) for fill in self._fills for entry in fill.members}
         running = (entry for entry in self._rows if entry is not None and entry.version == version)
         return {entry.request.prompt_ids: entry for entry in running if id(entry) not in filling}
 
-    def _rest(self, entry: _Entry, done: int) -> list[_Fill]:
+    def _rest(self, entry: _ScheduledRow, done: int) -> list[_Fill]:
         """The first `done` tokens of this row are computed; its further tokens are its own."""
         return [_Fill(entry.ids, [entry], done)] if len(entry.ids) - 1 > done else []
 
-    def _next_chunks(self) -> tuple[Chunk, ...]:
+    def _next_chunks(self) -> tuple[PrefillChunk, ...]:
         """As much as `prefill_tokens` allow, padding included, in order; completed fills are forgotten."""
-        chunks: list[Chunk] = []
+        chunks: list[PrefillChunk] = []
         longest = 0
         index = 0
         while index < len(self._fills):
@@ -362,7 +362,7 @@ class Scheduler:
                     break
                 longest = max(longest, size)
                 rows = tuple(entry.row for entry in fill.members)
-                chunks.append(Chunk(fill.ids[fill.done : fill.done + size], fill.done, rows, fill.is_of_sampled))
+                chunks.append(PrefillChunk(fill.ids[fill.done : fill.done + size], fill.done, rows, fill.is_of_sampled))
                 fill.done += size
             if fill.num_left:
                 break
@@ -373,12 +373,12 @@ class Scheduler:
                 index += len(rests)
         return tuple(chunks)
 
-    def _entry(self, row: int) -> _Entry:
+    def _entry(self, row: int) -> _ScheduledRow:
         entry = self._rows[row]
         assert entry is not None, f"row {row} is free"
         return entry
 
-    def _free(self, entry: _Entry) -> None:
+    def _free(self, entry: _ScheduledRow) -> None:
         self._rows[entry.row] = None
         for fill in self._fills:
             if entry in fill.members:

@@ -52,7 +52,7 @@ _LEAST_TEMPERATURE = 0.01
 
 
 @dataclass
-class _Running:
+class _RunningRequest:
     """A request vLLM works on, by its name in vLLM. oldest: the oldest weights its cache may come from.
 
     tokens: what vLLM has reported of it; only of a request with `partial_every`.
@@ -99,7 +99,7 @@ class VLLMEngine:
         self._llm: Any = None
         self._failure: AsyncRLHFError | None = None
         self._waiting: deque[Request] = deque()
-        self._running: dict[RolloutKey, _Running] = {}
+        self._running: dict[RolloutKey, _RunningRequest] = {}
         self._ended: list[Completion] = []
         self._news = asyncio.Event()
         self._admits = True
@@ -235,7 +235,7 @@ class VLLMEngine:
             self._names += 1
             name = str(self._names)
             task = asyncio.ensure_future(self._generate(request, name))
-            self._running[request.key] = _Running(name, self.version, request.partial_every, task)
+            self._running[request.key] = _RunningRequest(name, self.version, request.partial_every, task)
 
     async def _generate(self, request: Request, name: str) -> int:
         """Run one request to its end; returns its tokens when it was aborted, else 0."""

@@ -12,7 +12,7 @@ Phase = Literal["stepping", "waiting", "closing"]
 _MOST_WAITED = 10
 
 
-class Ended(NamedTuple):
+class EndedSessions(NamedTuple):
     """Ids of the sessions that a dead process leaves behind. over: those that had ended."""
 
     failed: tuple[int, ...]
@@ -35,7 +35,7 @@ def timed_out(limit_s: float, setting: str) -> Failed:
 
 
 @dataclass
-class _Slot:
+class _BookSlot:
     takes: bool = True
     phases: dict[int, Phase] = field(default_factory=dict)
 
@@ -60,7 +60,7 @@ class SessionBook:
     """
 
     def __init__(self) -> None:
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, _BookSlot] = {}
         self._worker_of: dict[int, int] = {}
         self._keys: dict[int, Hashable] = {}
         self._suspects: set[Hashable] = set()
@@ -69,7 +69,7 @@ class SessionBook:
 
     def open(self, worker: int) -> None:
         """This process can run sessions."""
-        self._slots[worker] = _Slot()
+        self._slots[worker] = _BookSlot()
 
     def place(self, id: int, key: Hashable, has_room: Callable[[int], bool] = lambda worker: True) -> int | None:
         """The process that the session is to begin in: the one with the fewest; None while none takes it."""
@@ -131,9 +131,9 @@ class SessionBook:
         """The ids of those in the process, in the order of their beginning; those that are being cleaned up included."""
         return self._slots[worker].phases.keys() if worker in self._slots else ()
 
-    def died(self, worker: int, causes: Collection[int] | None) -> Ended:
+    def died(self, worker: int, causes: Collection[int] | None) -> EndedSessions:
         """causes: the sessions that ended the process; None: not known. Of a process that was never open: nothing."""
-        slot = self._slots.pop(worker, _Slot())
+        slot = self._slots.pop(worker, _BookSlot())
         found: dict[str, list[int]] = {"failed": [], "lost": [], "over": []}
         for id, phase in slot.phases.items():
             key = self._keys.pop(id)
@@ -148,4 +148,4 @@ class SessionBook:
                 self.forget([key])
             elif phase == "stepping" and causes is None:
                 self._suspects.add(key)
-        return Ended(*map(tuple, found.values()))
+        return EndedSessions(*map(tuple, found.values()))

@@ -28,17 +28,17 @@ import zmq
 from async_rlhf.actors.workers import CALLER, CALLER_VARIABLE
 from async_rlhf.actors.workers.messages import (
     STAGES,
-    Beat,
     Describe,
     Description,
-    Gone,
     Leave,
     Message,
-    Missing,
-    Refused,
+    MissingSteps,
+    SessionBeat,
+    SessionGone,
+    SessionRefused,
+    SessionStep,
     Show,
     Shown,
-    Step,
     Stepped,
     frames_of,
 )
@@ -81,7 +81,7 @@ class SessionClient:
         """keys: a key directory, "" for none. Raises ConfigError for an address or keys that cannot be."""
         self._codec, self._came, self._shown = codec, came, shown
         self._actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._open: dict[int, Step | None] = {}
+        self._open: dict[int, SessionStep | None] = {}
         self._limits: dict[int, float] = {}
         self.num_resent = 0
         self._context, self._address, self._closing = zmq.Context(), address, False
@@ -116,7 +116,7 @@ class SessionClient:
 
     # -- its thread --------------------------------------------------------------------------------------------------
 
-    def step(self, step: Step, limit_s: float = float("inf")) -> None:
+    def step(self, step: SessionStep, limit_s: float = float("inf")) -> None:
         """Begin a session, or go on with it. limit_s: how long its answer is waited for."""
         if not self._is_there:
             self._fail(step.id, Failure("refused", f"what answers is in the process that started this run: {self._address}"))
@@ -182,12 +182,12 @@ class SessionClient:
                     self._stepped(message)
                 elif isinstance(message, Shown):
                     self._shown(message)
-                elif isinstance(message, Missing):
+                elif isinstance(message, MissingSteps):
                     self._heard_beat = True
                     self._send_again(message.ids)
-                elif isinstance(message, Gone):
+                elif isinstance(message, SessionGone):
                     self._fail(message.id, Failure("lost", "its server began anew, or lost the process that ran it"))
-                elif isinstance(message, Refused):
+                elif isinstance(message, SessionRefused):
                     self._fail(message.id, Failure("refused", message.reason))
 
     def _stepped(self, message: Stepped) -> None:
@@ -217,7 +217,7 @@ class SessionClient:
             if not self._heard_beat:
                 _log.warning("%s has not answered for %.0f s", self._address, now - self._beaten)
             self._beaten, self._heard_beat = now, False
-            self.send(Beat(open=[(id, -1 if step is None else step.turn) for id, step in self._open.items()]))
+            self.send(SessionBeat(open=[(id, -1 if step is None else step.turn) for id, step in self._open.items()]))
         for id in [id for id, limit in self._limits.items() if limit <= now]:
             self.send(Leave(ids=[id]))
             self._fail(id, Failure("late", f"{self._address} did not answer in time"))

@@ -38,7 +38,7 @@ class ReplyFields(MessageBase):
     num_tokens: Count
 
 
-class Step(message.Message):
+class SessionStep(message.Message):
     """The first of a session has members: the completions of a call, or the fields of an episode; each other what the model
     wrote in its turn, with the reply where it was called. stage: which reward, "" for the only one. tokens: expected cost.
     stream: of one that was shown."""
@@ -68,7 +68,7 @@ class Leave(message.Message):
     streams: list[Id] = Field(default_factory=list)
 
 
-class Beat(message.Message):
+class SessionBeat(message.Message):
     """open: all sessions that are wanted, each with the turn whose answer is waited for, -1 for none."""
 
     open: list[Annotated[tuple[Id, int], Field(strict=False)]]
@@ -142,24 +142,36 @@ class Shown(message.Message):
     answer: AnswerFields
 
 
-class Missing(message.Message):
+class MissingSteps(message.Message):
     """Answers a beat. ids: of its sessions, those of which the step that is waited for has not come."""
 
     ids: list[Id]
 
 
-class Gone(message.Message):
+class SessionGone(message.Message):
     """The server does not know the session whose turn this is, or the process that ran it died."""
 
     id: Id
 
 
-class Refused(message.Message):
+class SessionRefused(message.Message):
     id: Id
     reason: str
 
 
-Message = Describe | Step | Show | Leave | Beat | Description | Stepped | Shown | Missing | Gone | Refused
+Message = (
+    Describe
+    | SessionStep
+    | Show
+    | Leave
+    | SessionBeat
+    | Description
+    | Stepped
+    | Shown
+    | MissingSteps
+    | SessionGone
+    | SessionRefused
+)
 STAGES: Codec[Message] = Codec(Message, "a reward", 64 << 20)
 """Between an actor and the scorer of its machine, both of one run."""
 SERVED: Codec[Message] = Codec(Message, "a session", 4 << 20, converts=True, has_plain_keys=True)
@@ -168,7 +180,7 @@ SERVED: Codec[Message] = Codec(Message, "a session", 4 << 20, converts=True, has
 
 def frames_of(message: Message, codec: Codec[Message]) -> list[bytes]:
     """A client's message as it is sent. Raises WireError."""
-    return [b"%d" % message.id if isinstance(message, Step) else b"", codec.pack(message)]
+    return [b"%d" % message.id if isinstance(message, SessionStep) else b"", codec.pack(message)]
 
 
 def to_fields(answer: Answer) -> AnswerFields:

@@ -27,8 +27,8 @@ from typing import Any
 
 from async_rlhf.actors.rewards.answer import failed
 from async_rlhf.actors.workers.book import Failed, SessionBook, timed_out
-from async_rlhf.actors.workers.process import LOOK_S, START_LIMIT_S, Worker, WorkerThread, is_over
-from async_rlhf.actors.workers.sessions import Closed, Happened, Kind, StartFailed, StepResult, serve
+from async_rlhf.actors.workers.process import LOOK_S, START_LIMIT_S, PoolWorker, WorkerThread, is_over
+from async_rlhf.actors.workers.sessions import Closed, Happened, SessionKind, StartFailed, StepResult, serve
 from async_rlhf.actors.workers.watchdog import GRACE_S
 from async_rlhf.buffers.errors import AsyncRLHFError, DeadlineError
 from async_rlhf.buffers.transport.frames import Waker
@@ -53,7 +53,7 @@ _NONE = -1
 
 
 @dataclass(slots=True)
-class _Session:
+class _PooledSession:
     """unsent: packed, what it is to begin or to go on with. size: of the first, in bytes. has_begun: its
     process has been sent that."""
 
@@ -67,23 +67,23 @@ class _Session:
 class WorkerPool:
     """`Sessions` in processes; see the module docstring."""
 
-    def __init__(self, kind: Kind, num_workers: int, what: str, error: type[AsyncRLHFError], happened: Happened) -> None:
+    def __init__(self, kind: SessionKind, num_workers: int, what: str, error: type[AsyncRLHFError], happened: Happened) -> None:
         """what: whose processes these are, for messages; error: raised by `check`."""
         self._kind, self._num_workers, self._what, self._error, self._happened = kind, num_workers, what, error, happened
         self._ahead = _AHEAD if num_workers == 1 else 1
         self._book = SessionBook()
-        self._sessions: dict[int, _Session] = {}
+        self._sessions: dict[int, _PooledSession] = {}
         # Ids of those without a process, and of those that have one and are to step, in the order in which they came.
         self._unplaced: dict[int, None] = {}
         self._unsent: dict[int, None] = {}
         self._found: list[tuple[int, StepResult | Closed | Failed | None]] = []
         self._stuck: list[WorkerThread] = []
-        self._workers: dict[int, Worker] = {}
+        self._workers: dict[int, PoolWorker] = {}
         self._num_started = self._failed_starts = 0
         self._actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._waker, self._is_rung = Waker(), False
         # Kept from wait to wait: a call of a quick reward costs little more than its messages.
-        self._poll, self._by_descriptor = select.poll(), dict[int, Worker]()
+        self._poll, self._by_descriptor = select.poll(), dict[int, PoolWorker]()
         self._poll.register(self._waker.descriptor, select.POLLIN)
         self._look_at = 0.0
         self._closing_by: float | None = None
@@ -100,7 +100,7 @@ class WorkerPool:
             found = failed(error)
             self._act(partial(self._over, id, Failed("not readable", found.failure or "", found.traceback)))
             return
-        self._act(partial(self._begin, id, _Session(key, timeout_s, [packed], len(packed))))
+        self._act(partial(self._begin, id, _PooledSession(key, timeout_s, [packed], len(packed))))
 
     def reply(self, id: int, sent: Any) -> None:
         self._act(partial(self._reply, id, ForkingPickler.dumps(("reply", id, sent))))
@@ -147,7 +147,7 @@ class WorkerPool:
 
     # -- its thread: sessions ----------------------------------------------------------------------------------------
 
-    def _begin(self, id: int, session: _Session) -> None:
+    def _begin(self, id: int, session: _PooledSession) -> None:
         self._stuck = [thread for thread in self._stuck if thread.is_stuck]
         if len(self._stuck) > MAX_STUCK:
             self._over(id, Failed("died", _TOO_MANY))
@@ -199,7 +199,7 @@ class WorkerPool:
             return True
         return len(inside) < self._ahead and size + sum(self._sessions[id].size for id in inside) <= _AHEAD_BYTES
 
-    def _go_on(self, id: int, session: _Session, worker: Worker) -> None:
+    def _go_on(self, id: int, session: _PooledSession, worker: PoolWorker) -> None:
         unsent, session.unsent = session.unsent, []
         now = time.monotonic()
         if next(iter(self._book.sessions(worker.number))) == id:
@@ -212,7 +212,7 @@ class WorkerPool:
             self._unplaced = {id: None, **self._unplaced}
             self._retire(worker)
 
-    def _send(self, worker: Worker, packed: memoryview) -> bool:
+    def _send(self, worker: PoolWorker, packed: memoryview) -> bool:
         """False where the process has ended, as its connection will show behind what it has sent."""
         try:
             worker.connection.send_bytes(packed)
@@ -229,7 +229,7 @@ class WorkerPool:
         self._sessions.pop(id, None)
         self._found.append((id, came))
 
-    def _take(self, worker: Worker) -> None:
+    def _take(self, worker: PoolWorker) -> None:
         message: StepResult | Closed | StartFailed | None = worker.connection.recv()
         if message is None:
             worker.is_ready, self._failed_starts = True, 0
@@ -309,7 +309,7 @@ class WorkerPool:
         idle = all(each.is_ready and each.takes and not self._book.sessions(n) for n, each in self._workers.items())
         self._look_at = now + (LONGEST_WAIT_S if idle else LOOK_S)
 
-    def _look(self, worker: Worker, now: float) -> None:
+    def _look(self, worker: PoolWorker, now: float) -> None:
         """Replace a process that no longer turns, or runs a call in order for too long."""
         inside = self._book.sessions(worker.number)
         if self._kind.at_once is None:
@@ -332,14 +332,14 @@ class WorkerPool:
             blocked = f"timed out: it blocked the event loop {limit}; a step that does not await belongs in a plain 'def'"
             self._replace(worker, Failed("timed out", blocked), cause)
 
-    def _has(self, worker: Worker) -> bool:
+    def _has(self, worker: PoolWorker) -> bool:
         return self._workers.get(worker.number) is worker
 
     def _start_missing(self) -> None:
         while sum(worker.takes for worker in self._workers.values()) < self._num_workers:
             self._num_started += 1
             try:
-                worker = Worker(self._num_started, serve, self._kind)
+                worker = PoolWorker(self._num_started, serve, self._kind)
             except OSError as error:
                 self._broken = f"none of {self._what} could be started: {error}"
                 return
@@ -347,18 +347,18 @@ class WorkerPool:
             self._workers[worker.number] = self._by_descriptor[worker.connection.fileno()] = worker
             self._poll.register(worker.connection, select.POLLIN)
 
-    def _retire(self, worker: Worker) -> None:
+    def _retire(self, worker: PoolWorker) -> None:
         self._book.retire(worker.number)
         worker.takes, worker.retired_until = False, time.monotonic() + DRAIN_S
         retired = [each for each in self._workers.values() if not each.takes]
         if len(retired) > self._num_workers:  # So there are never more than twice as many processes.
             self._end_retired(retired[0])
 
-    def _end_retired(self, worker: Worker) -> None:
+    def _end_retired(self, worker: PoolWorker) -> None:
         """Its cause is known, and has failed already."""
         self._replace(worker, Failed("died", "it was retired"), _NONE)
 
-    def _replace(self, worker: Worker, why: Failed, cause: int | None) -> None:
+    def _replace(self, worker: PoolWorker, why: Failed, cause: int | None) -> None:
         """End a worker. cause: the session for whose code it must end, where it is known; of calls in order, the first is."""
         del self._workers[worker.number], self._by_descriptor[worker.connection.fileno()]
         self._poll.unregister(worker.connection)

@@ -30,11 +30,11 @@ from multiprocessing.context import SpawnProcess, set_spawning_popen
 from typing import TYPE_CHECKING, Any
 
 from async_rlhf.actors.workers import guard
-from async_rlhf.actors.workers.watchdog import GRACE_S, LoopWatchdog, Turn
+from async_rlhf.actors.workers.watchdog import GRACE_S, LoopWatchdog, RunningTurn
 from async_rlhf.buffers.interpreter import python
 
 if TYPE_CHECKING:
-    from async_rlhf.actors.workers.sessions import Kind
+    from async_rlhf.actors.workers.sessions import SessionKind
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +257,7 @@ def ended(exit_code: int | None, memory_mb: int | None, setting: str) -> str:
     return f"its worker process ended with exit code {exit_code}{perhaps}"
 
 
-class Worker:
+class PoolWorker:
     """One process and the parent's end of its connection.
 
     is_ready: it has loaded its user's code; failure: why it cannot, "" where no reason came. takes: it gets new sessions.
@@ -265,7 +265,7 @@ class Worker:
     None while it takes sessions.
     """
 
-    def __init__(self, number: int, serve: Callable[..., None], kind: Kind) -> None:
+    def __init__(self, number: int, serve: Callable[..., None], kind: SessionKind) -> None:
         """serve: runs in it. Raises OSError where no process can be started."""
         self.number, self._kind = number, kind
         self.connection, theirs = Pipe()
@@ -286,7 +286,7 @@ class Worker:
         self.is_ready, self.takes, self.failure = False, True, ""
         self.ready_by, self.began = time.monotonic() + START_LIMIT_S, 0.0
         self.retired_until: float | None = None
-        self._seen: tuple[float, Turn | None] = (0.0, None)
+        self._seen: tuple[float, RunningTurn | None] = (0.0, None)
         self._looked, self._silent_s = time.monotonic(), 0.0
 
     def running(self) -> int | None:

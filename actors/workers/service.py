@@ -26,17 +26,17 @@ from async_rlhf.actors.workers.messages import (
     NUM_IDS,
     SERVED,
     STAGES,
-    Beat,
     Describe,
     Description,
     EnvironmentFields,
-    Gone,
     Leave,
     Message,
-    Missing,
-    Refused,
+    MissingSteps,
+    SessionBeat,
+    SessionGone,
+    SessionRefused,
+    SessionStep,
     Show,
-    Step,
     Stepped,
 )
 from async_rlhf.buffers.errors import ConfigError, RewardError, WireError
@@ -54,7 +54,7 @@ _REPORT_S = 10.0
 
 
 @dataclass
-class Session:
+class ServedSession:
     """turn: of the newest step. answer: to it, None while it is worked on. stage, stream: of a call, by their names here."""
 
     turn: int = 0
@@ -64,14 +64,14 @@ class Session:
 
 
 @dataclass
-class Client:
+class ServiceClient:
     """peer: its identity. number: `NUM_IDS` times it is added to its ids here. streams: those without a session so far.
     last_seen: monotonic time of its last message."""
 
     peer: bytes
     number: int
     last_seen: float
-    sessions: dict[int, Session] = field(default_factory=dict)
+    sessions: dict[int, ServedSession] = field(default_factory=dict)
     streams: set[int] = field(default_factory=set)
 
     def key(self, id: int) -> int:
@@ -79,7 +79,7 @@ class Client:
         return self.number * NUM_IDS + id
 
 
-class Service:
+class WorkerService:
     """See the module docstring. `run` serves until `stop`. counters: of messages, by what became of them."""
 
     what: ClassVar[str]
@@ -103,8 +103,8 @@ class Service:
             )
         self._codec, self._silent_s, self._clock = STAGES if is_private else SERVED, silent_s, clock
         self._max_sessions = sys.maxsize if is_private else _MAX_SESSIONS
-        self._clients: dict[bytes, Client] = {}
-        self._by_number: dict[int, Client] = {}
+        self._clients: dict[bytes, ServiceClient] = {}
+        self._by_number: dict[int, ServiceClient] = {}
         self._num_met, self._stopped = 0, False
         self._events: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self.counters = {"requested": 0, "answered": 0, "refused": 0}
@@ -170,7 +170,7 @@ class Service:
                 self.counters["refused"] += 1
                 _log.warning("refused: %s", error)
                 if len(frames) == 2 and frames[0].isdigit() and len(frames[0]) < len(str(NUM_IDS)):
-                    self._send(peer, Refused(id=int(frames[0]), reason=str(error)))
+                    self._send(peer, SessionRefused(id=int(frames[0]), reason=str(error)))
 
     def _handle(self, peer: bytes, message: Message) -> None:
         if isinstance(message, Describe):  # of a process that may never ask for more
@@ -179,31 +179,31 @@ class Service:
             self._send(peer, Description(answered=answered, waiting=waiting, environment=environment))
             return
         client = self._meet(peer)
-        if isinstance(message, Step):
+        if isinstance(message, SessionStep):
             self._step(client, message)
         elif isinstance(message, Show):
             self._show(client, message)
         elif isinstance(message, Leave):
             self._left(client, message.ids, [client.key(stream) for stream in message.streams])
-        elif isinstance(message, Beat):
+        elif isinstance(message, SessionBeat):
             self._beat(client, dict(message.open))
         else:
             raise WireError(f"what is no message of a client: {message.type}")
 
-    def _meet(self, peer: bytes) -> Client:
+    def _meet(self, peer: bytes) -> ServiceClient:
         if peer not in self._clients:
-            self._clients[peer] = self._by_number[self._num_met] = Client(peer, self._num_met, 0.0)
+            self._clients[peer] = self._by_number[self._num_met] = ServiceClient(peer, self._num_met, 0.0)
             self._num_met += 1
         self._clients[peer].last_seen = self._clock()
         return self._clients[peer]
 
-    def _step(self, client: Client, step: Step) -> None:
+    def _step(self, client: ServiceClient, step: SessionStep) -> None:
         session = client.sessions.get(step.id)
         if session is None and step.turn:
-            self._send(client.peer, Gone(id=step.id))
+            self._send(client.peer, SessionGone(id=step.id))
         elif session is None:
             if self.num_sessions < self._max_sessions:
-                session = Session()
+                session = ServedSession()
                 self._begin(client, session, step)
                 client.sessions[step.id] = session
                 self.counters["requested"] += 1
@@ -216,7 +216,7 @@ class Service:
         elif session.answer is not None:
             self._send(client.peer, session.answer)
 
-    def _beat(self, client: Client, awaited: dict[int, int]) -> None:
+    def _beat(self, client: ServiceClient, awaited: dict[int, int]) -> None:
         self._left(client, [id for id in client.sessions if id not in awaited])
         missing = []
         for id, turn in awaited.items():
@@ -225,9 +225,9 @@ class Service:
                 missing.append(id)
             elif session.turn == turn and session.answer is not None:
                 self._send(client.peer, session.answer)
-        self._send(client.peer, Missing(ids=missing))
+        self._send(client.peer, MissingSteps(ids=missing))
 
-    def _answer(self, key: int, answer: Callable[[Client, int, Session], Stepped | None]) -> None:
+    def _answer(self, key: int, answer: Callable[[ServiceClient, int, ServedSession], Stepped | None]) -> None:
         """Keep and send what a step came to, if it is still wanted; None: the session is lost."""
         number, id = divmod(key, NUM_IDS)
         client = self._by_number.get(number)
@@ -237,17 +237,17 @@ class Service:
         session.answer = answer(client, id, session)
         if session.answer is None:
             del client.sessions[id]
-            self._send(client.peer, Gone(id=id))
+            self._send(client.peer, SessionGone(id=id))
             return
         try:
             self._send(client.peer, session.answer)
         except WireError as error:  # what the user's code gave is larger than what travels
             self._left(client, [id])
-            self._send(client.peer, Refused(id=id, reason=str(error)))
+            self._send(client.peer, SessionRefused(id=id, reason=str(error)))
         else:
             self.counters["answered"] += 1
 
-    def _left(self, client: Client, ids: Iterable[int], streams: Collection[int] = ()) -> None:
+    def _left(self, client: ServiceClient, ids: Iterable[int], streams: Collection[int] = ()) -> None:
         """streams: as they are called here."""
         left = [(id, session) for id in ids if (session := client.sessions.pop(id, None)) is not None]
         client.streams.difference_update(streams)
@@ -273,15 +273,15 @@ class Service:
         """The part of `Description` that an environment has."""
         return None
 
-    def _begin(self, client: Client, session: Session, step: Step) -> None:
+    def _begin(self, client: ServiceClient, session: ServedSession, step: SessionStep) -> None:
         """Raises WireError or RewardError for a session that is refused."""
         raise NotImplementedError
 
-    def _go_on(self, client: Client, step: Step) -> None:
+    def _go_on(self, client: ServiceClient, step: SessionStep) -> None:
         """Raises WireError."""
         raise WireError("a call of a reward has one turn")
 
-    def _show(self, client: Client, show: Show) -> None:
+    def _show(self, client: ServiceClient, show: Show) -> None:
         """Raises RewardError where nothing is read ahead."""
         raise RewardError("there is no incremental scoring here")
 

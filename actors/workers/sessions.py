@@ -128,7 +128,7 @@ class Session(Protocol):
         """The result of a step that gave none: memory ran out, or it took too long."""
 
 
-class Kind(Protocol):
+class SessionKind(Protocol):
     """What the sessions of a pool are. Each of its processes is given a copy; threads share it.
 
     timeout_setting, memory_setting: what failures call the limits. memory_mb: of a process, None for none, as of threads.
@@ -163,7 +163,7 @@ def _sent(connection: Connection, message: StartFailed | None) -> bool:
     return True
 
 
-def serve(connection: Connection, watchdog: LoopWatchdog, kind: Kind) -> None:
+def serve(connection: Connection, watchdog: LoopWatchdog, kind: SessionKind) -> None:
     """Until the other end of the connection is closed."""
     if not kind.in_thread:
         obey_parent(kind.memory_mb)
@@ -186,7 +186,7 @@ def serve(connection: Connection, watchdog: LoopWatchdog, kind: Kind) -> None:
     end_worker(0)
 
 
-class _Running:
+class _RunningSession:
     """A session on the loop, and when it must end. inbox: what the model has written; None: the session has more, or
     nothing more is wanted.
 
@@ -216,10 +216,10 @@ class _Running:
 
 
 class _Loop:
-    def __init__(self, connection: Connection, watchdog: LoopWatchdog, kind: Kind, at_once: int) -> None:
+    def __init__(self, connection: Connection, watchdog: LoopWatchdog, kind: SessionKind, at_once: int) -> None:
         self._connection, self._watchdog, self._kind = connection, watchdog, kind
         self._places = asyncio.Semaphore(at_once)
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _RunningSession] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -245,7 +245,7 @@ class _Loop:
     def _take(self, message: Message) -> None:
         act, id, what = message
         if act == "begin":  # at once, because a message to close it may come before its task runs
-            running = self._running[id] = _Running(id, self._kind.begin(id, what, self._watchdog))
+            running = self._running[id] = _RunningSession(id, self._kind.begin(id, what, self._watchdog))
             task = asyncio.get_running_loop().create_task(self._attend(running))
             self._tasks.add(task)
             task.add_done_callback(self._done)
@@ -264,7 +264,7 @@ class _Loop:
                 traceback.print_exception(error)
             end_worker(1)
 
-    async def _attend(self, running: _Running) -> None:
+    async def _attend(self, running: _RunningSession) -> None:
         """One session, from its first step to the end of its cleanup."""
         id, sent = running.id, None
         while not running.is_closed:
@@ -286,7 +286,7 @@ class _Loop:
         del self._running[id]
         self._connection.send(Closed(id, failure, running.is_stuck or running.retires))
 
-    async def _step(self, running: _Running, sent: Any) -> StepResult:
+    async def _step(self, running: _RunningSession, sent: Any) -> StepResult:
         session, result = running.session, None
         await self._places.acquire()
         began, left_s = time.time(), running.ends_at - time.monotonic()
@@ -308,13 +308,13 @@ class _Loop:
             return timed_out(session.timeout_s, self._kind.timeout_setting).reason
         return f"the episode took longer than {session.whole_timeout_s:g} s (episode_timeout_s)"
 
-    async def _close(self, running: _Running) -> str:
+    async def _close(self, running: _RunningSession) -> str:
         """Run the cleanup; what that failed with."""
         await self._places.acquire()
         failure = await self._bounded(running, running.session.close(), running.session.timeout_s)
         return self._late(running.session) if failure is None else str(failure)
 
-    async def _bounded(self, running: _Running, step: asyncio.Future[Any], timeout_s: float) -> Any:
+    async def _bounded(self, running: _RunningSession, step: asyncio.Future[Any], timeout_s: float) -> Any:
         """The result, None where there was none in time. The place is given back unless what runs cannot be stopped."""
         running.step = step
         in_time = is_over = await _is_over(step, timeout_s)

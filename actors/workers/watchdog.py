@@ -21,7 +21,7 @@ GRACE_S = 2.0
 _IDLE, _BYTES = -1.0, 24
 
 
-class Turn(NamedTuple):
+class RunningTurn(NamedTuple):
     """A call or an episode whose code runs, by its id, and since when in monotonic seconds."""
 
     id: int
@@ -67,10 +67,10 @@ class LoopWatchdog:
         """When it last did, in monotonic seconds; 0 before the first time."""
         return self._board[2]
 
-    def look(self) -> Turn | None:
+    def look(self) -> RunningTurn | None:
         """Whose turn it is. A torn read is harmless: a turn counts only once it has lasted."""
         id = self._board[0]
-        return None if id == _IDLE else Turn(int(id), self._board[1])
+        return None if id == _IDLE else RunningTurn(int(id), self._board[1])
 
 
 class Watched:

@@ -46,7 +46,7 @@ class Fault(NamedTuple):
     kind: str
 
 
-class Target(Protocol):
+class FaultTarget(Protocol):
     """A process of a run, as its supervisor or any other program sees it."""
 
     @property
@@ -63,7 +63,7 @@ class FaultInjector:
     to two further steps.
     """
 
-    processes: Callable[[], Mapping[str, Target]]
+    processes: Callable[[], Mapping[str, FaultTarget]]
     steps: Callable[[], int]
     num_faults: int
     seed: int

@@ -21,7 +21,7 @@ from typer import style
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.environments import Content, EnvironmentSpec, Reply
 from async_rlhf.actors.environments.pool import EpisodePool, Event
-from async_rlhf.actors.environments.yields import End
+from async_rlhf.actors.environments.yields import EpisodeEnd
 from async_rlhf.actors.prompts import Row, environment_seed
 from async_rlhf.buffers.errors import ConfigError, DeadlineError
 from async_rlhf.buffers.score import Score
@@ -41,7 +41,7 @@ Write = Callable[[Content], str | None]
 
 
 @dataclass(frozen=True)
-class Part:
+class EpisodePart:
     """What the environment sent or the model wrote. score: what the environment gave for the turn before it; where an agent or
     a model plays, for this one.
 
@@ -57,11 +57,11 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Trial:
+class EpisodeTrial:
     """Of one episode. end: why it ended; `left` where its player wrote no more. seconds: of each step of the environment."""
 
     row: int
-    parts: Sequence[Part]
+    parts: Sequence[EpisodePart]
     end: str
     score: Score | None
     seconds: Sequence[float] = field(default_factory=list)
@@ -91,7 +91,7 @@ def rows_of(config: Config, limit: int) -> tuple[list[Row], EnvironmentSpec]:
     return rows, spec
 
 
-def play(config: Config, limit: int, write: Write) -> Iterator[Trial]:
+def play(config: Config, limit: int, write: Write) -> Iterator[EpisodeTrial]:
     """One episode after the other, whose turns `write` gives. Raises ConfigError, EpisodeError, DeadlineError."""
     rows, spec = rows_of(config, limit)
     bell = threading.Event()
@@ -105,23 +105,23 @@ def play(config: Config, limit: int, write: Write) -> Iterator[Trial]:
         pool.close()
 
 
-def _played(pool: EpisodePool[int], number: int, write: Write, bell: threading.Event) -> Trial:
-    parts: list[Part] = []
+def _played(pool: EpisodePool[int], number: int, write: Write, bell: threading.Event) -> EpisodeTrial:
+    parts: list[EpisodePart] = []
     seconds: list[float] = []
     while True:
         event = _next(pool, bell)
         if (result := event.result) is None:
-            return Trial(number, parts, "its process ended", None, seconds)
+            return EpisodeTrial(number, parts, "its process ended", None, seconds)
         seconds.append(event.ended - event.began)
-        if isinstance(result, End):
+        if isinstance(result, EpisodeEnd):
             scores = dict(zip((at for at, part in enumerate(parts) if part.who == "model"), result.turn_scores, strict=False))
             parts = [replace(part, score=scores.get(at, part.score)) for at, part in enumerate(parts)]
-            return Trial(number, parts, result.reason, result.score, seconds)
-        parts.append(Part("environment", result.content, result.score))
+            return EpisodeTrial(number, parts, result.reason, result.score, seconds)
+        parts.append(EpisodePart("environment", result.content, result.score))
         if (text := write(result.content)) is None:
             pool.discard([number])
-            return Trial(number, parts, "left", None, seconds)
-        parts.append(Part("model", text))
+            return EpisodeTrial(number, parts, "left", None, seconds)
+        parts.append(EpisodePart("model", text))
         pool.reply(number, text if result.call is None else Reply(text, "stop", 0, 0, result.call.conversation))
 
 
@@ -135,7 +135,7 @@ def _next(pool: EpisodePool[int], bell: threading.Event) -> Event[int]:
     return events[0]
 
 
-def play_by_model(config: Config, limit: int) -> Iterator[Trial]:
+def play_by_model(config: Config, limit: int) -> Iterator[EpisodeTrial]:
     """Episodes of a model, sampled as in training, many at once. Raises ConfigError, EpisodeError, DeadlineError."""
     from transformers import AutoTokenizer
 
@@ -164,7 +164,7 @@ def play_by_model(config: Config, limit: int) -> Iterator[Trial]:
                     num_left -= 1
                     parts = _parts(played, context.decode, partial(with_specials, tokenizer))
                     seconds = [ended - began for began, ended in played.steps]
-                    yield Trial(played.key.group, parts, played.rollout.finish_reason, played.score, seconds)
+                    yield EpisodeTrial(played.key.group, parts, played.rollout.finish_reason, played.score, seconds)
                     last_answer = time.monotonic()
                 if not engine.num_unfinished:
                     if time.monotonic() - last_answer > _PATIENCE_S:
@@ -185,14 +185,14 @@ def _parts(
     played: FinishedRollout,
     decode: Callable[[Sequence[int]], str],
     in_pieces: Callable[[Sequence[int]], Sequence[tuple[str, bool]]],
-) -> list[Part]:
+) -> list[EpisodePart]:
     """What was read and written, one after the other as in the record; of a row that begins anew what the environment sent, not
     all of it."""
 
     rollout, anew, scores = played.rollout, iter(played.anew), iter(played.rollout.turn_scores)
 
-    def part(who: Literal["environment", "model"], ids: Sequence[int]) -> Part:
-        return Part(who, decode(ids), next(scores, None) if who == "model" else None, pieces=in_pieces(ids))
+    def part(who: Literal["environment", "model"], ids: Sequence[int]) -> EpisodePart:
+        return EpisodePart(who, decode(ids), next(scores, None) if who == "model" else None, pieces=in_pieces(ids))
 
     parts, at = [part("environment", played.prompt_ids)], 0
     for is_turn, spans in groupby(rollout.spans, key=lambda span: span.version is not None):
@@ -201,13 +201,13 @@ def _parts(
         ids = rollout.completion_ids[at : at + count].tolist()
         at += count
         if own[0].restarts:
-            parts.append(Part("environment", next(anew), anew=count))
+            parts.append(EpisodePart("environment", next(anew), anew=count))
         else:
             parts.append(part("model" if is_turn else "environment", ids))
     return parts
 
 
-def lines(trial: Trial) -> list[str]:
+def lines(trial: EpisodeTrial) -> list[str]:
     """An episode as a person reads it; special tokens are dim where the terminal can show it."""
     found = [f"episode {trial.row}"]
     for part in trial.parts:
@@ -218,20 +218,20 @@ def lines(trial: Trial) -> list[str]:
     return [*found, f"  {_outcome(trial)}, {trial.num_turns} turns, environment {sum(trial.seconds):.3f} s"]
 
 
-def _shown(part: Part) -> str:
+def _shown(part: EpisodePart) -> str:
     if not part.pieces:
         return repr(part.content)
     return "".join(style(text, dim=True) if is_special else repr(text)[1:-1] for text, is_special in part.pieces)
 
 
-def _outcome(trial: Trial) -> str:
+def _outcome(trial: EpisodeTrial) -> str:
     if trial.score is None:
         return f"ended ({trial.end}) without a score"
     failure = trial.score.failure
     return f"failed: {failure}" if failure is not None else f"score {trial.score.value} ({trial.end})"
 
 
-def summary(trials: Sequence[Trial]) -> list[str]:
+def summary(trials: Sequence[EpisodeTrial]) -> list[str]:
     """Of all of them."""
     if not trials:
         return ["no episode was played"]

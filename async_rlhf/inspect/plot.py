@@ -32,7 +32,7 @@ _EXTREMES = ("max", "longest", "largest")  # of a step; a mean of them means not
 
 
 @dataclass(frozen=True)
-class Panel:
+class MetricPanel:
     """One thing that is watched: metrics by what the legend calls them, each with a line style of its own.
 
     noisy: single steps say little, so the page draws a mean over neighbours too. floor, ceiling: of the scale, at least.
@@ -46,14 +46,16 @@ class Panel:
 
 
 PANELS = (
-    Panel("Training reward", {"mean": "reward"}, noisy=True),
-    Panel("Staleness [steps]", {"mean": "staleness/mean", "max": "staleness/max"}, floor=0.0),
-    Panel("Completion length [tokens]", {"mean": "completions/mean_length", "longest": "completions/max_length"}, floor=0.0),
-    Panel("KL divergence", {"to the sampling policy": "kl/behaviour", "to the reference": "kl/reference"}, noisy=True),
-    Panel("Entropy [nats a token]", {"entropy": "entropy"}, noisy=True, floor=0.0),
-    Panel("Ratio proximal / behaviour", {"99 %": "is/ratio_q99", "1 %": "is/ratio_q01", "largest": "is/ratio_max"}),
-    Panel("Shares of tokens", {"clipped": "clip_ratio/region_mean", "effective": "is/ess"}, floor=0.0, ceiling=1.0),
-    Panel("Idle share of time", {"learner": "idle/learner", "actors": "idle/actor"}, noisy=True, floor=0.0, ceiling=1.0),
+    MetricPanel("Training reward", {"mean": "reward"}, noisy=True),
+    MetricPanel("Staleness [steps]", {"mean": "staleness/mean", "max": "staleness/max"}, floor=0.0),
+    MetricPanel(
+        "Completion length [tokens]", {"mean": "completions/mean_length", "longest": "completions/max_length"}, floor=0.0
+    ),
+    MetricPanel("KL divergence", {"to the sampling policy": "kl/behaviour", "to the reference": "kl/reference"}, noisy=True),
+    MetricPanel("Entropy [nats a token]", {"entropy": "entropy"}, noisy=True, floor=0.0),
+    MetricPanel("Ratio proximal / behaviour", {"99 %": "is/ratio_q99", "1 %": "is/ratio_q01", "largest": "is/ratio_max"}),
+    MetricPanel("Shares of tokens", {"clipped": "clip_ratio/region_mean", "effective": "is/ess"}, floor=0.0, ceiling=1.0),
+    MetricPanel("Idle share of time", {"learner": "idle/learner", "actors": "idle/actor"}, noisy=True, floor=0.0, ceiling=1.0),
 )
 
 
@@ -128,7 +130,7 @@ def picture(runs: Sequence[Curves], title: str | None = None) -> Any:
         lowest.tick_params(labelbottom=True)
         lowest.set_xlabel("learner step", fontsize="small")
     for name in titles:
-        _draw(axes.pop(0), Panel(name), [each.get(name, {}) for each in judged], pens, dots=True)
+        _draw(axes.pop(0), MetricPanel(name), [each.get(name, {}) for each in judged], pens, dots=True)
     for panel, place in zip(panels, axes, strict=False):
         found = [{label: list(points(run.steps, name)) for label, name in panel.metrics.items()} for run in runs]
         _draw(place, panel, found, pens, smooth=max(len(run.steps) for run in runs) >= _SMOOTH_FROM)
@@ -164,7 +166,7 @@ def points(records: Iterable[dict[str, Any]], name: str) -> Iterator[tuple[int, 
 
 
 def _draw(
-    axes: Any, panel: Panel, found: Sequence[_Lines], pens: Sequence[_Pen], *, smooth: bool = False, dots: bool = False
+    axes: Any, panel: MetricPanel, found: Sequence[_Lines], pens: Sequence[_Pen], *, smooth: bool = False, dots: bool = False
 ) -> None:
     """Scale, title, whole steps, a line style for each label, and a legend of them where there is more than one.
 

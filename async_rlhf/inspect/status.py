@@ -38,13 +38,13 @@ _CURRICULUM = (
 _PLACES = ("trained", "queued", "in_flight", "leased", "stale", "filtered", "failed", "quarantined")
 
 
-class _Shape(BaseModel):
+class _ShownShape(BaseModel):
     """What is shown of a file or an answer has these types; there may be more in it."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class _Hub(_Shape):
+class _HubStatus(_ShownShape):
     state: str = ""
     waiting_for: str = ""
     ledger: dict[str, int | bool] = {}
@@ -54,13 +54,13 @@ class _Hub(_Shape):
     curriculum: dict[str, float] | None = None
 
 
-class _Step(_Shape):
+class _StepLine(_ShownShape):
     step: int
     num_tokens_total: int = 0
     step_time_total: float = 0.0
 
 
-class _Evaluation(_Shape):
+class _EvaluationLine(_ShownShape):
     label: str
 
 
@@ -75,8 +75,8 @@ def read(reading: Reading) -> dict[str, Any]:
             problems.append(str(error))
             return otherwise
 
-    metrics = tried(lambda: reading.newest(run.metrics, _Step, problems, _STEP_BYTES), [])
-    evaluations = tried(lambda: reading.newest(run.evaluations, _Evaluation, problems), [])
+    metrics = tried(lambda: reading.newest(run.metrics, _StepLine, problems, _STEP_BYTES), [])
+    evaluations = tried(lambda: reading.newest(run.evaluations, _EvaluationLine, problems), [])
     hub = tried(lambda: _checked(run.read_ledger(), "ledger.json"), {})
     alive, scorer = run.is_alive(), {}
     if (sockets := tried(run.sockets, None)) is not None:
@@ -215,7 +215,7 @@ def _sentence(record: dict[str, Any], words: Callable[[dict[str, Any]], str]) ->
 def _checked(values: dict[str, Any], name: str) -> dict[str, Any]:
     """Raises DamagedError for types that are none of a hub's status."""
     try:
-        _Hub.model_validate(values)
+        _HubStatus.model_validate(values)
     except ValidationError as error:
         problem = error.errors()[0]
         raise DamagedError(f"{name}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error

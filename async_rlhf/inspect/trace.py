@@ -26,7 +26,7 @@ from async_rlhf.run.reading import Reading
 Event = dict[str, Any]
 
 
-class Span(NamedTuple):
+class TracedSpan(NamedTuple):
     """What a process did. began, ended: seconds since the epoch."""
 
     kind: str
@@ -72,17 +72,17 @@ def step_times(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, fl
             before = ended
 
 
-def learner_spans(records: Iterable[Mapping[str, Any]]) -> Iterator[Span]:
+def learner_spans(records: Iterable[Mapping[str, Any]]) -> Iterator[TracedSpan]:
     """Of consecutive steps."""
     for began, trained, ended, step in step_times(records):
-        yield Span("wait", f"wait for step {step}", began, trained)
-        yield Span("train", f"train step {step}", trained, ended)
+        yield TracedSpan("wait", f"wait for step {step}", began, trained)
+        yield TracedSpan("train", f"train step {step}", trained, ended)
 
 
-def actor_span(line: Mapping[str, Any]) -> Span:
+def actor_span(line: Mapping[str, Any]) -> TracedSpan:
     """Of a line of its file."""
     name = str(line["name"])
-    return Span("adopt" if name.startswith("adopt") else "idle", name, float(line["began"]), float(line["ended"]))
+    return TracedSpan("adopt" if name.startswith("adopt") else "idle", name, float(line["began"]), float(line["ended"]))
 
 
 def _rollout(
@@ -103,7 +103,7 @@ def _rollout(
         yield {**common, "name": what, "ph": "e", "ts": _us(end)}
 
 
-def _event(process: str, track: str, span: Span) -> Event:
+def _event(process: str, track: str, span: TracedSpan) -> Event:
     start = _us(span.began)
     return {"ph": "X", "pid": process, "tid": track, "name": span.label, "ts": start, "dur": max(0, _us(span.ended) - start)}
 

@@ -23,7 +23,7 @@ import numpy as np
 from async_rlhf.actors.config import RewardsConfig, ScoringConfig
 from async_rlhf.actors.environments.rendering import as_messages
 from async_rlhf.actors.prompts import Row
-from async_rlhf.actors.scoring.pool import Interval, Place, Scored, ScoringPool
+from async_rlhf.actors.scoring.pool import GroupMember, Scored, ScoringInterval, ScoringPool
 from async_rlhf.buffers.errors import ConfigError, DeadlineError, RewardError
 from async_rlhf.buffers.parsing import json_value
 from async_rlhf.buffers.record import source_of
@@ -62,7 +62,7 @@ class RewardTrial:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialReport:
     """`scores` has the scores of each completion, in the order of the data. wall_s: from the first call to the last answer."""
 
     rewards: Sequence[RewardTrial]
@@ -94,7 +94,7 @@ def try_rewards(
     patience_s: float = _PATIENCE_S,
     scoring: Mapping[str, Any] | None = None,
     **settings: Any,
-) -> Trial:
+) -> TrialReport:
     """Score completions with rewards given as functions or by name, or with one. What no other process can import runs in
     threads of this one, as under `train`.
 
@@ -132,7 +132,7 @@ def try_rewards(
         _trial(name, [each.scores[name] for each in scored], [each.stages[name] for each in scored if name in each.stages])
         for name in (spec.name for spec in specs)
     ]
-    return Trial(found, len(scored), wall_s, [each.scores for each in scored])
+    return TrialReport(found, len(scored), wall_s, [each.scores for each in scored])
 
 
 def call_once(config: Config, rows: Iterable[Row], *, deep: bool) -> list[str]:
@@ -180,7 +180,7 @@ def _made_up(row: Row, is_episode: bool) -> dict[str, Any]:
     return {**row.columns, "prompt": row.prompt, **fields}
 
 
-def lines(trial: Trial) -> list[str]:
+def lines(trial: TrialReport) -> list[str]:
     """A trial as a person reads it: a few lines for each reward, so that several stand on one screen."""
     found = [f"{trial.num_completions} completions in {trial.wall_s:.2f} s"]
     for reward in trial.rewards:
@@ -276,7 +276,7 @@ def _score(
         key = 0
         for number, group in enumerate(groups):
             for member, fields in enumerate(group):
-                pool.submit(key, fields, Place(number, member, len(group)))
+                pool.submit(key, fields, GroupMember(number, member, len(group)))
                 key += 1
         last_answer = time.monotonic()
         while pool.num_pending:
@@ -292,7 +292,7 @@ def _score(
     return [found[each] for each in range(key)]
 
 
-def _trial(name: str, scores: Sequence[Score], calls: Sequence[Interval]) -> RewardTrial:
+def _trial(name: str, scores: Sequence[Score], calls: Sequence[ScoringInterval]) -> RewardTrial:
     values = [score.value for score in scores if score.value is not None]
     names = sorted({metric for score in scores for metric in score.metrics})
     return RewardTrial(

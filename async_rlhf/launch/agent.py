@@ -85,15 +85,15 @@ class Agent:
 
     def take(self, message: orders.Order) -> list[orders.Event]:
         """Carry out an order. Raises WireError for one that makes no sense, OSError for what the disk refuses."""
-        if isinstance(message, orders.Open) and self._depot is None:
+        if isinstance(message, orders.OpenAgent) and self._depot is None:
             self._depot = Depot(message.directory)
             self._answers.append(self._thread.submit(self._opened, str(self._depot.own), message.accelerators))
             return []
-        if self._depot is None or isinstance(message, orders.Open):
+        if self._depot is None or isinstance(message, orders.OpenAgent):
             raise WireError(f"the order {message.type!r} in the wrong place: 'open' comes first, and once", "order")
         if isinstance(message, orders.Want):
             self._answers.append(self._thread.submit(_missing, self._depot, message))
-        elif isinstance(message, orders.Piece):
+        elif isinstance(message, orders.ContentPiece):
             self._depot.add(message.digest, message.data, last=message.last)
         elif isinstance(message, orders.Start):
             self._starts[message.life] = self._thread.submit(self._start, self._depot, message)
@@ -121,7 +121,7 @@ class Agent:
                     break  # the rest in the next poll
             if code is not None:
                 del self._lives[number]
-                events.append(orders.Ended(life=number, code=code, words=life.process.failure_message()[:1000]))
+                events.append(orders.NodeEnded(life=number, code=code, words=life.process.failure_message()[:1000]))
         return events
 
     def close(self) -> None:
@@ -155,14 +155,14 @@ class Agent:
             arguments = tuple(each.replace(str(ON_HOST), str(depot.sockets)) for each in message.arguments)
             process = self._launcher.start(directory, Node(**fields | {"arguments": arguments, "log": returns[0]}))
         except OSError as error:
-            return orders.Ended(life=message.life, code=FAILED, words=f"it cannot be started: {error}")
+            return orders.NodeEnded(life=message.life, code=FAILED, words=f"it cannot be started: {error}")
         except ConfigError as error:  # another host with fewer devices has come in the place of one
-            return orders.Ended(life=message.life, code=HOST_LOST, words=str(error))
+            return orders.NodeEnded(life=message.life, code=HOST_LOST, words=str(error))
         return _Life(process, returns, [0] * len(returns))
 
 
 def _missing(depot: Depot, message: orders.Want) -> orders.Event:
-    return orders.Missing(digests=depot.missing(message.places))
+    return orders.MissingContents(digests=depot.missing(message.places))
 
 
 def serve(agent: Agent, pipe: Pipe) -> NoReturn:
@@ -175,7 +175,7 @@ def serve(agent: Agent, pipe: Pipe) -> NoReturn:
         events: list[orders.Event] = []
         if (frame := pipe.receive(_LOOK_S)) is not None:
             silent_s, message = 0.0, orders.ORDERS.unpack(frame)
-            lost_after_s = message.lost_after_s if isinstance(message, orders.Open) else lost_after_s
+            lost_after_s = message.lost_after_s if isinstance(message, orders.OpenAgent) else lost_after_s
             events += agent.take(message)
         else:
             silent_s += _LOOK_S

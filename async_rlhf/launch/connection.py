@@ -133,10 +133,10 @@ class RemoteProcess:
                     file.write(data)
 
 
-class Connection:
+class HostConnection:
     """One life of a channel to a host. `lost` is the reason when it is over."""
 
-    def __init__(self, name: str, hosts: Hosts, opening: orders.Open, pack: Pack) -> None:
+    def __init__(self, name: str, hosts: Hosts, opening: orders.OpenAgent, pack: Pack) -> None:
         self.lost = ""
         self._name, self._hosts, self._opening, self._pack = name, hosts, opening, pack
         self._channel: Channel | None = None
@@ -224,7 +224,7 @@ class Connection:
             process.ends(FAILED, f"what it needs cannot be sent: {error}")
             return
         self._send(orders.Want(places={digests[name]: place_elsewhere(path) for name, path in given.files.items()}))
-        missing = set(self._answer(orders.Missing).digests)  # it may read gigabytes, and beats
+        missing = set(self._answer(orders.MissingContents).digests)  # it may read gigabytes, and beats
         for name, path in given.files.items():
             if digests[name] in missing:
                 missing.remove(digests[name])
@@ -238,7 +238,7 @@ class Connection:
             while True:
                 data = file.read(orders.PIECE_BYTES)
                 left -= len(data)
-                self._send(orders.Piece(digest=name, data=data, last=left <= 0))
+                self._send(orders.ContentPiece(digest=name, data=data, last=left <= 0))
                 if left <= 0 or not data:
                     return
 
@@ -290,7 +290,7 @@ class Connection:
         for waiting in list(self._processes.values()):
             if not waiting.pid:
                 waiting.beaten(BEAT)
-        if isinstance(found, orders.Opened | orders.Missing):
+        if isinstance(found, orders.Opened | orders.MissingContents):
             self._answers.put(found)
         elif not isinstance(found, orders.Alive) and (process := self._processes.get(found.life)) is not None:
             if isinstance(found, orders.Started):
@@ -325,10 +325,10 @@ class Connections(Launcher):
 
     local: Launcher
 
-    def __init__(self, hosts: Hosts, opening: orders.Open, pack: Pack, large: Iterable[Path] = ()) -> None:
+    def __init__(self, hosts: Hosts, opening: orders.OpenAgent, pack: Pack, large: Iterable[Path] = ()) -> None:
         self._hosts, self._large, self.names = hosts, large, hosts.names
-        self._new = partial(Connection, hosts=hosts, opening=opening, pack=pack)
-        self._connections: dict[str, Connection] = {}
+        self._new = partial(HostConnection, hosts=hosts, opening=opening, pack=pack)
+        self._connections: dict[str, HostConnection] = {}
         self._lives = count(1)
 
     def check(self) -> None:
@@ -361,7 +361,7 @@ class Connections(Launcher):
             connection.close()
         self._hosts.close()
 
-    def _to(self, name: str) -> Connection:
+    def _to(self, name: str) -> HostConnection:
         """The connection to a host; another when the last one is lost."""
         found = self._connections.get(name)
         if found is None or found.lost:

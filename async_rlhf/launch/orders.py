@@ -42,7 +42,7 @@ OF_NODE = ("name", "role", "arguments", "devices", "cpus", "threads")
 """What `Start` has of a `program.Node`."""
 
 
-class Open(message.Message):
+class OpenAgent(message.Message):
     """The first order. directory: where the agent keeps files; `~` is the home of its user. lost_after_s: of silence.
     accelerators: whether the agent queries the driver for them."""
 
@@ -58,7 +58,7 @@ class Want(message.Message):
     places: dict[FileDigest, Text] = Field(max_length=_MAX_FILES)
 
 
-class Piece(message.Message):
+class ContentPiece(message.Message):
     """The next bytes of a content; with `last` it is whole."""
 
     digest: FileDigest
@@ -101,7 +101,7 @@ class Opened(message.Message):
     has: dict[Name, int | bool | str | None] = Field(max_length=16)
 
 
-class Missing(message.Message):
+class MissingContents(message.Message):
     digests: list[FileDigest] = Field(max_length=_MAX_FILES)
 
 
@@ -125,7 +125,7 @@ class Wrote(message.Message):
     data: Data
 
 
-class Ended(message.Message):
+class NodeEnded(message.Message):
     """code: as `Process.poll`; words: as `Process.failure_message`. Also of a node that could not be started."""
 
     life: Count
@@ -133,7 +133,7 @@ class Ended(message.Message):
     words: Text
 
 
-Order = Open | Want | Piece | Start | Kill | Alive
-Event = Opened | Missing | Started | Beats | Wrote | Ended | Alive
+Order = OpenAgent | Want | ContentPiece | Start | Kill | Alive
+Event = Opened | MissingContents | Started | Beats | Wrote | NodeEnded | Alive
 ORDERS: Codec[Order] = Codec(Order, "an agent's orders", MAX_FRAME_BYTES, has_plain_keys=True)
 EVENTS: Codec[Event] = Codec(Event, "an agent's events", MAX_FRAME_BYTES, has_plain_keys=True)

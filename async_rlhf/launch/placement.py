@@ -64,7 +64,7 @@ Devices = int | None
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedNodes:
     """The processes of a run, by what decides where they can be.
 
     threads: of one process. evaluates_beside: evaluations are made while training goes on. learner_hosts: names, empty for
@@ -116,9 +116,9 @@ class Placement:
         return node if slot is None else replace(node, **vars(slot))
 
 
-def place(wanted: Wanted, inventory: Inventory) -> Placement:
+def place(wanted: WantedNodes, inventory: Inventory) -> Placement:
     """Raises ConfigError for a process without room: what was asked, how much there is, the nearest that fits."""
-    rooms = _Rooms(inventory, _sharing(wanted))
+    rooms = _FreeDevices(inventory, _sharing(wanted))
     slots = {"hub": Slot("", ()), **_learner(wanted, rooms)}
     waits = bool(wanted.evaluation_devices) and not wanted.evaluates_beside
     slots["evaluation"] = _evaluation(wanted, rooms, waits=waits)
@@ -134,14 +134,14 @@ def place(wanted: Wanted, inventory: Inventory) -> Placement:
 _KINDS = frozenset({"learner", "evaluation", "scorer", "actor"})
 
 
-def _sharing(wanted: Wanted) -> frozenset[str]:
+def _sharing(wanted: WantedNodes) -> frozenset[str]:
     """The kinds of process that one device may be given to at once."""
     if wanted.colocate or wanted.strategy == "flattening":
         return _KINDS
     return frozenset({"learner", "scorer"}) if wanted.strategy == "interleaving" else frozenset()
 
 
-class _Rooms:
+class _FreeDevices:
     """What the devices of the hosts are given to, while processes are placed. Hosts are numbers here."""
 
     def __init__(self, hosts: Inventory, sharing: frozenset[str]) -> None:
@@ -176,7 +176,7 @@ class _Rooms:
         return ", ".join(f"{count} free of {self.hosts[n].devices} on {self.hosts[n]}" for n, count in left.items())
 
 
-def _learner(wanted: Wanted, rooms: _Rooms) -> dict[str, Slot]:
+def _learner(wanted: WantedNodes, rooms: _FreeDevices) -> dict[str, Slot]:
     names = [host.name for host in rooms.hosts]
     if unknown := [name for name in wanted.learner_hosts if name not in names]:
         raise ConfigError(
@@ -204,7 +204,7 @@ def _learner(wanted: Wanted, rooms: _Rooms) -> dict[str, Slot]:
     return {rank_name(rank): rooms.give(host, "learner", rank_name(rank), 1) for rank, host in enumerate(on)}
 
 
-def _evaluation(wanted: Wanted, rooms: _Rooms, *, waits: bool) -> Slot:
+def _evaluation(wanted: WantedNodes, rooms: _FreeDevices, *, waits: bool) -> Slot:
     count = wanted.evaluation_devices
     if not count:
         return rooms.give(0, "evaluation", "evaluation", count)
@@ -224,7 +224,7 @@ def _evaluation(wanted: Wanted, rooms: _Rooms, *, waits: bool) -> Slot:
     return rooms.give(enough[0], "evaluation", "evaluation", count)
 
 
-def _actors(wanted: Wanted, rooms: _Rooms) -> dict[str, Slot]:
+def _actors(wanted: WantedNodes, rooms: _FreeDevices) -> dict[str, Slot]:
     """With the scorer of each host that gets one."""
     hosts = range(len(rooms.hosts))[int(wanted.away) :]
     count, found, there = wanted.actor_devices, dict[str, Slot](), rooms.there("actor", hosts)
@@ -267,7 +267,7 @@ def _relays(slots: Mapping[str, Slot], hosts: Sequence[str]) -> dict[str, Slot]:
     return {f"relay-{number}": Slot(host, ()) for number, host in enumerate(hosts, 1) if num_actors[host] > 1}
 
 
-def _has_room(wanted: Wanted, rooms: _Rooms, host: int, with_scorer: bool) -> bool:
+def _has_room(wanted: WantedNodes, rooms: _FreeDevices, host: int, with_scorer: bool) -> bool:
     """Whether an actor fits here, and the scorer that it would be the first to use."""
     scorer = (wanted.scorer_devices or 0) if with_scorer else 0
     if not rooms.has(host, "scorer", scorer):
@@ -276,14 +276,14 @@ def _has_room(wanted: Wanted, rooms: _Rooms, host: int, with_scorer: bool) -> bo
     return len(set(rooms.free(host, "actor")) - by_scorer) >= (wanted.actor_devices or 0)
 
 
-def _cpu_room(wanted: Wanted, rooms: _Rooms, host: int) -> int:
+def _cpu_room(wanted: WantedNodes, rooms: _FreeDevices, host: int) -> int:
     """Actors that a host's CPUs hold. On the supervisor's, the hub has one and the learner those of its ranks."""
     of_ranks = 0 if wanted.rank_devices or wanted.learner_hosts else wanted.ranks * wanted.rank_threads
     taken = 0 if rooms.machine[host] else 1 + of_ranks
     return max(0, rooms.hosts[host].cpus - taken) // wanted.actor_threads
 
 
-def _no_room(wanted: Wanted, there: str, num_actors: int) -> ConfigError:
+def _no_room(wanted: WantedNodes, there: str, num_actors: int) -> ConfigError:
     each = f"{wanted.actor_devices} devices of one host each" if wanted.actor_devices != 1 else "a device each"
     if not wanted.actor_devices:
         each = "no device"
@@ -299,7 +299,7 @@ def _no_room(wanted: Wanted, there: str, num_actors: int) -> ConfigError:
     )
 
 
-def _check_shares(wanted: Wanted, rooms: _Rooms) -> None:
+def _check_shares(wanted: WantedNodes, rooms: _FreeDevices) -> None:
     for (host, device), by in rooms.given.items():
         engines = [by[kind] for kind in ("actor", "evaluation") if kind in by]
         others = [by[kind] for kind in ("learner", "scorer") if kind in by]
@@ -323,7 +323,7 @@ _FEW: tuple[tuple[Part, ...], ...] = (("generation", "scoring"), ("learning",))
 """With fewer CPUs than sets, and where actors score by themselves."""
 
 
-def _with_cpus(slots: Mapping[str, Slot], wanted: Wanted, strategy: Strategy, rooms: _Rooms) -> dict[str, Slot]:
+def _with_cpus(slots: Mapping[str, Slot], wanted: WantedNodes, strategy: Strategy, rooms: _FreeDevices) -> dict[str, Slot]:
     """The slots with the CPUs and threads of each process. Raises ConfigError."""
     if wanted.actors == "fill" and not wanted.actor_devices:
         raise ConfigError(

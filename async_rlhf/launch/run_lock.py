@@ -33,7 +33,7 @@ _MIN_BYTES, _MAX_BYTES = 256, 4096
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockHolder:
     """Who took the lock. pid: its process number there."""
 
     host: str
@@ -99,17 +99,17 @@ def is_held(path: Path) -> bool:
         os.close(descriptor)
 
 
-def holder(path: Path) -> Holder | None:
+def holder(path: Path) -> LockHolder | None:
     """Who took the lock last, by its own account; None when that cannot be read."""
     try:
         found = json.loads(_content(path))
         host, pid = found["host"], found["pid"]
     except (OSError, DamagedError, ValueError, RecursionError, KeyError, TypeError):
         return None
-    return Holder(host[:255], pid) if isinstance(host, str) and type(pid) is int and 0 < pid < 1 << 31 else None
+    return LockHolder(host[:255], pid) if isinstance(host, str) and type(pid) is int and 0 < pid < 1 << 31 else None
 
 
-def signal_holder(path: Path, number: signal.Signals) -> Holder:
+def signal_holder(path: Path, number: signal.Signals) -> LockHolder:
     """Signal the process that took the lock and holds it still. Raises ConfigError when there is none that is surely it."""
     run, found = str(path.parent), holder(path)
     if not is_held(path):

@@ -19,7 +19,7 @@ from typing import Any
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.learner.checkpoint.evaluated import best_step
 from async_rlhf.learner.checkpoint.store import complete, step_of, verified
-from async_rlhf.learner.loop.changes import Applied, Asked, Change, History, Ledger, Line, Undone, described
+from async_rlhf.learner.loop.changes import Applied, Change, ChangeHistory, ChangeLedger, ChangeRequest, Line, Undone, described
 from async_rlhf.learner.loop.recording import Recording
 from async_rlhf.learner.registry import loss_spec
 from async_rlhf.run.config import Config, changed, dotted, override
@@ -43,7 +43,7 @@ _WEIGHTS = "rewards.weights."
 
 def effective(run: RunDir) -> Config:
     """The configuration with which a run goes on, changes that wait included. Raises ConfigError, DamagedError."""
-    return changed(run.config(), Ledger(run.path).read().asked())
+    return changed(run.config(), ChangeLedger(run.path).read().asked())
 
 
 def present(run: RunDir) -> dict[str, Any]:
@@ -71,27 +71,27 @@ def ask(run: RunDir, values: Mapping[str, Any]) -> Change | None:
             f"{str(run.path)!r} has ended for good ({end.reason}): no step follows that could change. Give it more first: "
             "--resume --set max_steps=N"
         )
-    asked: list[Asked] = []
+    asked: list[ChangeRequest] = []
 
-    def decide(history: History) -> list[Asked]:
+    def decide(history: ChangeHistory) -> list[ChangeRequest]:
         asked.extend(_request(run, changed(before, history.asked()), given, history.last_number + 1))
         return asked
 
     try:
-        found = Ledger(run.path).append(decide)
+        found = ChangeLedger(run.path).append(decide)
     except OSError as error:
         raise ConfigError(f"run directory {str(run.path)!r} cannot be written: {error}") from error
     return next((change for change in found.changes if asked and change.number == asked[0].number), None)
 
 
-def _request(run: RunDir, config: Config, given: Mapping[str, Any], number: int) -> list[Asked]:
+def _request(run: RunDir, config: Config, given: Mapping[str, Any], number: int) -> list[ChangeRequest]:
     """The line that asks a run of this configuration for these values; none where it has them. Raises ConfigError."""
     new = override(config, given)
     if any(key.startswith(_WEIGHTS) for key in given):
         new.rewards.composition.check(score_names(new, environment_specs(new).values()))
     pairs = {key: (_value(config, key), _value(new, key)) for key in given}
     values = {key: (old, value) for key, (old, value) in pairs.items() if old != value}
-    return [Asked(number=number, values=values)] if values else []
+    return [ChangeRequest(number=number, values=values)] if values else []
 
 
 def forked(
@@ -141,7 +141,7 @@ def undo(run: RunDir, after: int) -> None:
     Raises ConfigError, DamagedError."""
     try:
         Recording(run.path).begin(after)
-        Ledger(run.path).append(lambda history: [Undone(step=after), *history.apply(after + 1)])
+        ChangeLedger(run.path).append(lambda history: [Undone(step=after), *history.apply(after + 1)])
     except OSError as error:
         raise ConfigError(f"run directory {str(run.path)!r} cannot be written: {error}") from error
 
@@ -150,12 +150,12 @@ def inherit(run: RunDir, source: RunDir, config: Config) -> None:
     """A run that learns again from the batches of another is changed where that was, but for the keys in which `config` is
     another. Raises ConfigError, DamagedError, OSError."""
     before, lines = source.config(), list[Line]()
-    for change in Ledger(source.path).read().changes:
+    for change in ChangeLedger(source.path).read().changes:
         kept = {key: pair for key, pair in change.values.items() if _value(config, key) == _value(before, key)}
         if kept and change.step is not None:
-            lines += [Asked(number=change.number, values=kept), Applied(number=change.number, step=change.step)]
+            lines += [ChangeRequest(number=change.number, values=kept), Applied(number=change.number, step=change.step)]
     if lines:
-        Ledger(run.path).append(lambda history: lines)
+        ChangeLedger(run.path).append(lambda history: lines)
 
 
 def check_resumed(run: RunDir, config: Config) -> None:
@@ -167,7 +167,7 @@ def check_resumed(run: RunDir, config: Config) -> None:
             f"data.curriculum.reward = {config.data.curriculum.reward!r}: the run began with "
             f"{before.data.curriculum.reward!r}, and its groups have their prompts by that; leave it as it was"
         )
-    for change in Ledger(run.path).read().changes:
+    for change in ChangeLedger(run.path).read().changes:
         for key in change.values:
             if (given := _value(config, key)) != _value(before, key):
                 raise ConfigError(

@@ -25,7 +25,7 @@ _PACKAGES = ("async-rlhf", "torch", "transformers", "numpy", "pyzmq", "msgpack",
 _SNAPSHOT = re.compile(r"/(?:models|datasets)--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})(/.+)?")
 
 
-class Bits(NamedTuple):
+class RecordedBits(NamedTuple):
     """Of completions, where they are to be the same made again or not. digest: of what the actors have computed; obstacle: why
     they are not promised any more; both empty before an actor has joined."""
 
@@ -35,7 +35,7 @@ class Bits(NamedTuple):
 
 def manifest(config: Config) -> dict[str, Any]:
     """What is written down when a run begins."""
-    bits = {"bits": Bits(obstacle=config.bits_obstacle)._asdict()} if config.asks_for_bits else {}
+    bits = {"bits": RecordedBits(obstacle=config.bits_obstacle)._asdict()} if config.asks_for_bits else {}
     return {
         "format": RUN.newest,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -64,7 +64,7 @@ def _bits(known: Mapping[str, Any], config: Config) -> dict[str, Any]:
     obstacle = config.bits_obstacle or (f"the run went on with {now}, after {before}" if before not in (None, now) else "")
     if "bits" not in known or known["bits"].get("obstacle") or not obstacle:
         return {}
-    return {"bits": Bits(obstacle=obstacle)._asdict()}
+    return {"bits": RecordedBits(obstacle=obstacle)._asdict()}
 
 
 def _code(config: Config) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from async_rlhf.buffers.errors import DamagedError
-from async_rlhf.learner.loop.changes import Ledger, described
+from async_rlhf.learner.loop.changes import ChangeLedger, described
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Line, Tail, is_step, open_regular, parsed, read_lines, stamp
@@ -83,7 +83,7 @@ class Reading:
 
     def __init__(self, run: RunDir, *, brief: bool = False) -> None:
         self.run, self._last = run, _END if brief else None
-        self.ledger = Ledger(run.path)
+        self.ledger = ChangeLedger(run.path)
         self._config: tuple[object, Config] | None = None
         self.steps = Steps(run.metrics, brief=brief)
         self.evaluations, self.samples = self._file("evaluations", MOST_EVENTS), self._file("rollouts", _GROUPS)

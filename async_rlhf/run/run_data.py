@@ -29,7 +29,7 @@ from async_rlhf.actors.data.rows import epoch_of, load_rows
 from async_rlhf.actors.prompts import Row, prompt_number
 from async_rlhf.buffers.curriculum import Order
 from async_rlhf.buffers.files import write_whole
-from async_rlhf.buffers.spool.stream import Stream
+from async_rlhf.buffers.spool.stream import PromptStream
 from async_rlhf.run.run_files import read_object
 
 Rows = tuple[Sequence[Row], Sequence[Row]]
@@ -80,7 +80,7 @@ class RunData:
         """Of one epoch; of a spool, how many have come so far. Raises as `rows`, JournalError."""
         if self._config.spool is None:
             return len(self.epoch())
-        with closing(Stream(self._directory / "spool")) as stream:
+        with closing(PromptStream(self._directory / "spool")) as stream:
             return stream.num_rows
 
     def open_order(self) -> Order | None:

@@ -44,7 +44,7 @@ from async_rlhf.launch.sockets import LONGEST, is_private, remove_left
 from async_rlhf.learner.checkpoint.evaluated import without_links
 from async_rlhf.run.config import Config, differences, dump, validated
 from async_rlhf.run.config_keys import known
-from async_rlhf.run.manifest import Bits, continued, manifest
+from async_rlhf.run.manifest import RecordedBits, continued, manifest
 from async_rlhf.run.run_data import Rows, RunData
 from async_rlhf.run.run_files import read_lines, read_object, read_small
 
@@ -80,7 +80,7 @@ _MAY_CHANGE = (
 )  # fmt: skip
 
 
-class End(BaseModel):
+class RunEnd(BaseModel):
     """How a run ended, by its supervisor's account; a run that was killed has none."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -189,12 +189,12 @@ class RunDir:
         """When the run began; empty where its manifest cannot be read."""
         return str(self._read_manifest().get("started", ""))
 
-    def bits(self) -> Bits | None:
+    def bits(self) -> RecordedBits | None:
         """What is promised of the bits of completions; None where the run does not ask for it."""
         found = self._read_manifest().get("bits")
-        return Bits(*(str(found.get(name, "")) for name in Bits._fields)) if isinstance(found, dict) else None
+        return RecordedBits(*(str(found.get(name, "")) for name in RecordedBits._fields)) if isinstance(found, dict) else None
 
-    def keep_bits(self, bits: Bits) -> None:
+    def keep_bits(self, bits: RecordedBits) -> None:
         """Raises OSError."""
         write_whole(self._manifest, json.dumps({**self._read_manifest(), "bits": bits._asdict()}, indent=1) + "\n")
 
@@ -237,7 +237,7 @@ class RunDir:
         """Whether the run's roles are at work: from `announce` to `withdraw`."""
         return self._run.exists()
 
-    def record_end(self, end: End) -> None:
+    def record_end(self, end: RunEnd) -> None:
         """Keep it in `ledger.json`, beside the hub's last status. On a full disk it is lost."""
         if self.is_lost():
             return
@@ -247,11 +247,11 @@ class RunDir:
         with suppress(OSError):
             write_whole(self.ledger, json.dumps({**ledger, "ended": end.model_dump()}, indent=1) + "\n")
 
-    def end(self) -> End | None:
+    def end(self) -> RunEnd | None:
         """How the run ended; None while it lives, and for one that was killed."""
         try:
             ended = self.read_ledger().get("ended")
-            return None if ended is None or self.is_alive() else End.model_validate(ended)
+            return None if ended is None or self.is_alive() else RunEnd.model_validate(ended)
         except (DamagedError, ValidationError):
             return None
 

@@ -39,7 +39,7 @@ from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import printable
 from async_rlhf.run.supervision.hooks import Hooks
 from async_rlhf.serve.queue_dir import QueueDir
-from async_rlhf.serve.turns import Ended, Entry, Seen, plan
+from async_rlhf.serve.turns import QueueEntry, RecordedEnd, SeenRun, plan
 
 _LOOK_S = 1.0
 _FATAL = ("error: ",)  # what the command line begins a reason with
@@ -122,20 +122,20 @@ class Daemon:
                 self._queue.send_drain(entry)
         return any(entry.is_active for entry in made.entries)
 
-    def _seen(self, entry: Entry) -> Seen:
+    def _seen(self, entry: QueueEntry) -> SeenRun:
         child = self._children.get(entry.number)
         code = None if child is None else child.poll()
         try:
             if (child is not None and code is None) or self._queue.is_alive(entry):
-                return Seen(alive=True)
+                return SeenRun(alive=True)
         except DamagedError as error:  # it ends this run alone
-            return Seen(alive=False, ended=Ended(failed=str(error)))
+            return SeenRun(alive=False, ended=RecordedEnd(failed=str(error)))
         ended = self._queue.ended(entry)
         if ended is None and code is not None and code > 0:  # it was refused before it had begun
-            ended = Ended(failed=printable(last_error(self._queue.folder(entry) / "log", _FATAL)) or ending(code, ""))
-        return Seen(alive=False, ended=ended, steps=self._queue.steps(entry))
+            ended = RecordedEnd(failed=printable(last_error(self._queue.folder(entry) / "log", _FATAL)) or ending(code, ""))
+        return SeenRun(alive=False, ended=ended, steps=self._queue.steps(entry))
 
-    def _call_hooks(self, entry: Entry) -> None:
+    def _call_hooks(self, entry: QueueEntry) -> None:
         """Of a run that has failed, unless it has recorded its end itself."""
         folder, run = self._queue.folder(entry), self._queue.run(entry)
         try:
@@ -150,7 +150,7 @@ class Daemon:
         hooks.deliver({"time": time.time(), "event": "failed", "run_dir": str(run.path), "text": text})
         self._hooks.append(hooks)
 
-    def _started(self, entry: Entry) -> Entry:
+    def _started(self, entry: QueueEntry) -> QueueEntry:
         """It is written down as running before it runs: who is killed in between leaves a run that is started again."""
         run, folder = self._queue.run(entry), self._queue.folder(entry)
         command = python("-m", "async_rlhf", "train", str(folder / "config.toml"))

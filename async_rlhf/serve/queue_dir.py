@@ -28,15 +28,15 @@ from async_rlhf.buffers.errors import ConfigError, DamagedError, FormatError, di
 from async_rlhf.buffers.files import DISK, QUEUE, lock_directory, write_whole
 from async_rlhf.buffers.parsing import toml_table
 from async_rlhf.launch.exit_codes import INTERRUPTED
-from async_rlhf.launch.run_lock import Holder, RunLock, holder, is_held, signal_holder
+from async_rlhf.launch.run_lock import LockHolder, RunLock, holder, is_held, signal_holder
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir, keep_config
 from async_rlhf.run.run_files import line_of_step, read_object, read_small
-from async_rlhf.serve.turns import AFTER, Ended, Entry, Request, requested
+from async_rlhf.serve.turns import AFTER, QueueEntry, RecordedEnd, Request, requested
 
 _NAME = re.compile(r"(\d{6,})-(.+)")
 _LOOK_S, _PATIENCE_S = 0.05, 10.0
-_ENTRIES = TypeAdapter(Entry)
+_ENTRIES = TypeAdapter(QueueEntry)
 
 _DONE = {"cancel": "cancelled", "stop": "stopped", "resume": "resumed"}
 
@@ -73,14 +73,14 @@ class QueueDir:
 
     # -- what an operator does -----------------------------------------------------------------------------------------
 
-    def submit(self, config: Config, cwd: Path) -> Entry:
+    def submit(self, config: Config, cwd: Path) -> QueueEntry:
         """Put a checked configuration behind the others. cwd: where the run's process is started, for import paths."""
         config = config.model_copy(update={"output_dir": str(self.runs)})
         with self.alone():
             entries = self.entries()
             self._check_name(config.name, entries)
             number = max((entry.number for entry in entries), default=0) + 1
-            entry = Entry(number, config.name, cwd=str(cwd.absolute()))
+            entry = QueueEntry(number, config.name, cwd=str(cwd.absolute()))
             made = self._queue / f".{number:06d}-{config.name}"
             try:
                 shutil.rmtree(made, ignore_errors=True)  # of one that was killed here
@@ -94,7 +94,7 @@ class QueueDir:
                 raise ConfigError(f"{config.name!r} cannot be queued in {str(self.path)!r}: {error}") from error
         return entry
 
-    def request(self, what: Request, name: str) -> Entry:
+    def request(self, what: Request, name: str) -> QueueEntry:
         """Cancel, stop or resume the run of this name. The daemon acts on it within a second, or when there is one."""
         with self.alone():
             entry = self.find(name)
@@ -113,7 +113,7 @@ class QueueDir:
                 raise ConfigError(f"{what} {name!r}: {error}") from error
         return changed
 
-    def find(self, name: str) -> Entry:
+    def find(self, name: str) -> QueueEntry:
         """The newest entry of this name."""
         entries = self.entries()
         found = [entry for entry in entries if entry.name == name]
@@ -125,7 +125,7 @@ class QueueDir:
 
     # -- what the daemon and readers see -------------------------------------------------------------------------------
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[QueueEntry]:
         """In the order in which they were submitted. One whose state cannot be read, or is of another version, is shown as
         failed, with the reason."""
         found = []
@@ -134,53 +134,53 @@ class QueueDir:
                 found.append(self._read(folder, int(match[1]), match[2]))
         return sorted(found, key=lambda entry: entry.number)
 
-    def keep(self, entry: Entry) -> None:
+    def keep(self, entry: QueueEntry) -> None:
         """Replace what is known of an entry. Raises OSError, FormatError for one of another version; it is then as it was."""
         with suppress(DamagedError):
             QUEUE.check(read_object(self.folder(entry) / "state.json").get("format", 1), self.folder(entry))
         self._write(self.folder(entry), entry)
 
-    def send_drain(self, entry: Entry) -> None:
+    def send_drain(self, entry: QueueEntry) -> None:
         """Signal the run of an entry to drain; one that does not hold its directory yet is signalled later. Raises OSError."""
         with suppress(ConfigError):
             signal_holder(self.run(entry).lock_file, signal.SIGTERM)
             self.keep(replace(entry, drain_sent=True))
 
-    def folder(self, entry: Entry) -> Path:
+    def folder(self, entry: QueueEntry) -> Path:
         return self._queue / f"{entry.number:06d}-{entry.name}"
 
-    def run(self, entry: Entry) -> RunDir:
+    def run(self, entry: QueueEntry) -> RunDir:
         """It need not be there yet."""
         return RunDir(self.runs / entry.name)
 
-    def is_alive(self, entry: Entry) -> bool:
+    def is_alive(self, entry: QueueEntry) -> bool:
         """Whether a process of the run lives, or one that is about to begin it. Raises OSError, and DamagedError for a lock
         that is no file."""
         return is_held(self.folder(entry) / "lock") or is_held(self.run(entry).lock_file)
 
-    def ended(self, entry: Entry) -> Ended | None:
+    def ended(self, entry: QueueEntry) -> RecordedEnd | None:
         """How a run whose processes are gone ended, as it has recorded; None for one that was killed."""
         end = self.run(entry).end()
         if end is None:
             return None
-        return Ended(end.finished, "" if end.code in (0, INTERRUPTED) else end.reason)
+        return RecordedEnd(end.finished, "" if end.code in (0, INTERRUPTED) else end.reason)
 
-    def has_begun(self, entry: Entry) -> bool:
+    def has_begun(self, entry: QueueEntry) -> bool:
         """Whether the run directory of its name is its own: what was cancelled before it began leaves the name to others."""
         return self.run(entry).exists and (entry.state != "cancelled" or (self.folder(entry) / "log").exists())
 
-    def steps(self, entry: Entry) -> int:
+    def steps(self, entry: QueueEntry) -> int:
         """Those that are recorded."""
         newest = None
         with suppress(DamagedError):
             newest = line_of_step(self.run(entry).metrics) if self.has_begun(entry) else None
         return 0 if newest is None else int(newest["step"])
 
-    def max_steps(self, entry: Entry) -> int | None:
+    def max_steps(self, entry: QueueEntry) -> int | None:
         value = self._configured(entry, "max_steps")
         return value if isinstance(value, int) else None
 
-    def check_name(self, entry: Entry) -> None:
+    def check_name(self, entry: QueueEntry) -> None:
         """Raises DamagedError where the configuration has another: its run would not be found, and begun again at its end."""
         if (name := self._configured(entry, "name")) not in (None, entry.name):
             folder = self.folder(entry)
@@ -188,7 +188,7 @@ class QueueDir:
                 f"{folder / 'config.toml'} has name = {name!r}; {folder.name!r} ends with another: give both one"
             )
 
-    def _configured(self, entry: Entry, key: str) -> Any:
+    def _configured(self, entry: QueueEntry, key: str) -> Any:
         """None where it cannot be read."""
         with suppress(OSError, DamagedError, ValueError):
             return toml_table(read_small(self.folder(entry) / "config.toml")).get(key)
@@ -206,7 +206,7 @@ class QueueDir:
             for entry in self.entries()
         ]
 
-    def daemon(self) -> Holder | None:
+    def daemon(self) -> LockHolder | None:
         """The daemon that works here."""
         return holder(self._lock) if is_held(self._lock) else None
 
@@ -241,7 +241,7 @@ class QueueDir:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _check_name(self, name: str, entries: list[Entry]) -> None:
+    def _check_name(self, name: str, entries: list[QueueEntry]) -> None:
         taken = next((entry for entry in entries if entry.name == name and entry.state != "cancelled"), None)
         if taken is not None:
             raise ConfigError(
@@ -252,12 +252,12 @@ class QueueDir:
             raise ConfigError(f"name {name!r} is taken: {self.runs / name} exists; choose another with --set name=NAME")
 
     @staticmethod
-    def _write(folder: Path, entry: Entry) -> None:
+    def _write(folder: Path, entry: QueueEntry) -> None:
         fields = {key: value for key, value in asdict(entry).items() if key not in ("number", "name")}
         write_whole(folder / "state.json", json.dumps({"format": QUEUE.newest, **fields}, indent=1) + "\n")
 
     @staticmethod
-    def _read(folder: Path, number: int, name: str) -> Entry:
+    def _read(folder: Path, number: int, name: str) -> QueueEntry:
         try:
             fields: dict[str, Any] = read_object(folder / "state.json")
             if "state" not in fields:
@@ -266,10 +266,10 @@ class QueueDir:
             return _ENTRIES.validate_python({**fields, "number": number, "name": name})
         except (DamagedError, FormatError, ValidationError) as error:
             reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-            return Entry(number, name, "failed", f"its state cannot be read: {reason}")
+            return QueueEntry(number, name, "failed", f"its state cannot be read: {reason}")
 
 
-def _way(what: Request, entry: Entry, queue: QueueDir) -> str:
+def _way(what: Request, entry: QueueEntry, queue: QueueDir) -> str:
     """What to do instead, where there is something."""
     if what == "cancel" and entry.is_active:
         return f"; stop it first: async-rlhf queue stop {queue.path} {entry.name}"

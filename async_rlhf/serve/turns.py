@@ -1,6 +1,6 @@
 """Which run of the queue is started, ended or given up next: a function of what is known to what is to be done.
 
-No file, no clock and no process: the daemon observes (`Seen`), calls `plan`, and carries it out.
+No file, no clock and no process: the daemon observes (`SeenRun`), calls `plan`, and carries it out.
 
     state      what happens                                    state after it
     waiting    its turn has come                               running
@@ -39,7 +39,7 @@ MAX_LOSSES = 6
 
 
 @dataclass(frozen=True)
-class Entry:
+class QueueEntry:
     """A run of the queue. reason: why it is in this state, where that is not plain. drain_sent: it was requested to end, once.
 
     losses: lives in a row that were lost without a new step. steps: those done when it was started last. cwd: where it was
@@ -61,7 +61,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Ended:
+class RecordedEnd:
     """What a run has recorded of its end. finished: nothing is left to train on. failed: why, where an error ended it."""
 
     finished: bool = False
@@ -69,24 +69,24 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenRun:
     """What is there of an active entry. alive: a process of it. ended: None where no end was recorded. steps: done."""
 
     alive: bool
-    ended: Ended | None = None
+    ended: RecordedEnd | None = None
     steps: int = 0
 
 
 @dataclass(frozen=True)
-class Plan:
+class QueuePlan:
     """entries: all of them, as they are to be. start: numbers, in order; they are `running` in entries. drain: to end."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[QueueEntry, ...]
     start: tuple[int, ...] = ()
     drain: tuple[int, ...] = ()
 
 
-def requested(entry: Entry, what: Request) -> Entry | None:
+def requested(entry: QueueEntry, what: Request) -> QueueEntry | None:
     """The entry after an operator's request; None where its state does not allow it."""
     state = AFTER[what].get(entry.state)
     # A run that was requested to end is not requested again: a second signal would force it.
@@ -97,7 +97,7 @@ def requested(entry: Entry, what: Request) -> Entry | None:
     )
 
 
-def plan(entries: Sequence[Entry], seen: Mapping[int, Seen], *, at_once: int = 1, closing: bool = False) -> Plan:
+def plan(entries: Sequence[QueueEntry], seen: Mapping[int, SeenRun], *, at_once: int = 1, closing: bool = False) -> QueuePlan:
     """seen: of every active entry. at_once: how many may run. closing: the daemon ends; what runs goes on when it is back."""
     now = [_settled(entry, seen[entry.number], closing) if entry.is_active else entry for entry in entries]
     room = 0 if closing else at_once - sum(entry.is_active for entry in now)
@@ -105,10 +105,10 @@ def plan(entries: Sequence[Entry], seen: Mapping[int, Seen], *, at_once: int = 1
     start = tuple(waiting[: max(0, room)])
     now = [replace(entry, state="running", reason="", drain_sent=False) if entry.number in start else entry for entry in now]
     drain = tuple(entry.number for entry in now if entry.state in ("pausing", "stopping") and not entry.drain_sent)
-    return Plan(tuple(now), start, drain)
+    return QueuePlan(tuple(now), start, drain)
 
 
-def _settled(entry: Entry, seen: Seen, closing: bool) -> Entry:
+def _settled(entry: QueueEntry, seen: SeenRun, closing: bool) -> QueueEntry:
     """An active entry after a look at its run."""
     if seen.alive:
         return replace(entry, state="pausing") if closing and entry.state == "running" else entry
@@ -126,7 +126,7 @@ def _settled(entry: Entry, seen: Seen, closing: bool) -> Entry:
     return replace(entry, state="stopped", reason="stopped by its own directory")
 
 
-def _lost(entry: Entry, steps: int) -> Entry:
+def _lost(entry: QueueEntry, steps: int) -> QueueEntry:
     """Killed, or the machine went down. What is lost again and again without a new step would be so for ever."""
     losses = 1 if steps > entry.steps else entry.losses + 1
     if losses >= MAX_LOSSES:

@@ -14,18 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.inspect.plot import PANELS as DRAWN
-from async_rlhf.inspect.plot import Panel
+from async_rlhf.inspect.plot import MetricPanel
 from async_rlhf.watch.runs import Runs, as_json
 
 PANELS = (
     *DRAWN,
-    Panel("Tokens a second", {"tokens": "tokens_per_second"}, noisy=True, floor=0.0),
-    Panel("Queue [groups]", {"ready and not taken": "queue/depth"}, floor=0.0),
-    Panel("Gradient norm", {"before it is cut": "grad_norm"}, noisy=True, floor=0.0),
-    Panel("Log-ratio", {"second moment": "is/second_moment", "above the cap, A < 0": "is/tail_negative"}, floor=0.0),
-    Panel("Engine against learner [nats a token]", {"mismatch": "mismatch/abs_log_ratio", "by staleness": "drift/kl"}),
-    Panel("Shares", {"constant groups": "frac_reward_zero_std", "cut completions": "completions/clipped_ratio"}, floor=0.0),
-    Panel("Seconds a step", {"step": "step_time", "publishing": "broadcast/seconds"}, floor=0.0),
+    MetricPanel("Tokens a second", {"tokens": "tokens_per_second"}, noisy=True, floor=0.0),
+    MetricPanel("Queue [groups]", {"ready and not taken": "queue/depth"}, floor=0.0),
+    MetricPanel("Gradient norm", {"before it is cut": "grad_norm"}, noisy=True, floor=0.0),
+    MetricPanel("Log-ratio", {"second moment": "is/second_moment", "above the cap, A < 0": "is/tail_negative"}, floor=0.0),
+    MetricPanel("Engine against learner [nats a token]", {"mismatch": "mismatch/abs_log_ratio", "by staleness": "drift/kl"}),
+    MetricPanel(
+        "Shares", {"constant groups": "frac_reward_zero_std", "cut completions": "completions/clipped_ratio"}, floor=0.0
+    ),
+    MetricPanel("Seconds a step", {"step": "step_time", "publishing": "broadcast/seconds"}, floor=0.0),
 )
 """The curves of the page: those of the picture (`inspect.plot`), and what one watches while a run lives."""
 METRICS = tuple(dict.fromkeys(metric for panel in PANELS for metric in panel.metrics.values()))

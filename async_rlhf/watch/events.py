@@ -22,7 +22,7 @@ from contextlib import suppress
 from typing import Any
 
 from async_rlhf.buffers.stages import GENERATION, unpack
-from async_rlhf.inspect.trace import Span, actor_span, learner_spans
+from async_rlhf.inspect.trace import TracedSpan, actor_span, learner_spans
 from async_rlhf.run.reading import MOST_EVENTS
 from async_rlhf.run.run_files import figures, is_number
 
@@ -110,9 +110,9 @@ def timeline(
     }
 
 
-def stacked(groups: Iterable[Sequence[Span]], rows: int = _MAX_ROWS) -> list[list[Span]]:
+def stacked(groups: Iterable[Sequence[TracedSpan]], rows: int = _MAX_ROWS) -> list[list[TracedSpan]]:
     """Groups of spans in rows in which no two overlap, each in the first row that is free; what finds none is left out."""
-    placed: list[list[Span]] = []
+    placed: list[list[TracedSpan]] = []
     for group in sorted(groups, key=lambda group: group[0].began):
         row = next((row for row in placed if row[-1].ended <= group[0].began), None)
         if row is None and len(placed) < rows:
@@ -122,16 +122,16 @@ def stacked(groups: Iterable[Sequence[Span]], rows: int = _MAX_ROWS) -> list[lis
     return placed
 
 
-def _whole(spans: Iterator[Span]) -> list[Span]:
+def _whole(spans: Iterator[TracedSpan]) -> list[TracedSpan]:
     """None of what is damaged."""
     with suppress(KeyError, TypeError, ValueError):
         return list(spans)
     return []
 
 
-def _groups(samples: Iterable[Mapping[str, Any]]) -> dict[str, list[list[Span]]]:
+def _groups(samples: Iterable[Mapping[str, Any]]) -> dict[str, list[list[TracedSpan]]]:
     """By actor; of each group its generation, and its scoring from the end of that on."""
-    found: dict[str, list[list[Span]]] = {}
+    found: dict[str, list[list[TracedSpan]]] = {}
     for sample in samples:
         with suppress(KeyError, TypeError, ValueError, AttributeError):
             timings = [unpack(rollout["timings"]) for rollout in sample["rollouts"]]
@@ -139,8 +139,8 @@ def _groups(samples: Iterable[Mapping[str, Any]]) -> dict[str, list[list[Span]]]
             scored = [time for times in timings for name, time in times.items() if name != GENERATION]
             began, ended = min(time.began for time in generated), max(time.ended for time in generated)
             label = f"group {int(sample['group'])}"
-            spans = [Span("generate", f"{label}: generation", began, ended)]
+            spans = [TracedSpan("generate", f"{label}: generation", began, ended)]
             if scored and (last := max(time.ended for time in scored)) > ended:
-                spans.append(Span("score", f"{label}: scoring", ended, last))
+                spans.append(TracedSpan("score", f"{label}: scoring", ended, last))
             found.setdefault(str(sample["actor"]), []).append(spans)
     return found

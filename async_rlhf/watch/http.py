@@ -52,7 +52,7 @@ def server(app: ASGIApp) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             served,
-            http=Connection,
+            http=HttpConnection,
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -153,7 +153,7 @@ def most() -> int:
     return _MOST if descriptors < 0 else max(1, min(_MOST, descriptors // _SHARE))
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """since: when its last request was whole, or it began, by the loop's clock."""
 
     since = 0.0
@@ -163,7 +163,7 @@ class Connection(H11Protocol):
         self.since = self.loop.time()
         self._timer = self.loop.call_later(_LOOK_S, self._look)
         if len(self.connections) > most():
-            others = (each for each in self.connections if isinstance(each, Connection))
+            others = (each for each in self.connections if isinstance(each, HttpConnection))
             waiting = (each for each in others if each._deadline_s and not each.transport.is_closing())
             min(waiting, key=lambda each: each.since).transport.abort()
 

@@ -17,7 +17,7 @@ from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import figures, is_number, stamp
 from async_rlhf.watch.completions import decode_of, shown
 from async_rlhf.watch.events import MOST_STEPS, events, timeline
-from async_rlhf.watch.series import MAX_STEP, History, ages, numbers
+from async_rlhf.watch.series import MAX_STEP, MetricHistory, ages, numbers
 
 _MAX_TEXT = 4000
 _NOTHING: dict[str, Any] = {
@@ -40,7 +40,7 @@ class WatchedRun:
 
     def forget(self) -> None:
         """What was read for the page."""
-        self.files, self.problems, self.history = Reading(self.run, brief=True), list[str](), History()
+        self.files, self.problems, self.history = Reading(self.run, brief=True), list[str](), MetricHistory()
         self._steps: deque[dict[str, Any]] = deque(maxlen=MOST_STEPS + 1)
         self._refused: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
 

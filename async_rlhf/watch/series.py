@@ -27,7 +27,7 @@ _COUNT, _SUM, _LOW, _HIGH = range(4)
 _NOTHING = np.array([0.0, 0.0, math.inf, -math.inf]).reshape(4, 1, 1)
 
 
-class _Table:
+class _SeriesTable:
     """Curves by name: an array [4, curves, buckets] of the count, sum, smallest and largest value in each bucket."""
 
     def __init__(self, max_buckets: int, max_curves: int) -> None:
@@ -63,7 +63,7 @@ class _Table:
         self.cells[:, :, bucket:] = _NOTHING
 
 
-class History:
+class MetricHistory:
     """The curves of every metric of a run, and its tokens by age. Steps rise; one that does not takes back those from it on.
 
     max_buckets: the most points a curve has. width: steps in a bucket, a power of two. The first bucket is that of the first
@@ -72,7 +72,7 @@ class History:
 
     def __init__(self, max_buckets: int = MAX_BUCKETS) -> None:
         self._max = max_buckets
-        self._curves, self._ages = _Table(max_buckets, MAX_METRICS), _Table(max_buckets, _MAX_AGES)
+        self._curves, self._ages = _SeriesTable(max_buckets, MAX_METRICS), _SeriesTable(max_buckets, _MAX_AGES)
         self._cuts = 0
         self._first_step = MAX_STEP
         self.width = 1

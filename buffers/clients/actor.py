@@ -14,7 +14,7 @@ from types import MappingProxyType
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import DeadlineError, RefusedError
 from async_rlhf.buffers.protocol import broadcasts, packing, wire
-from async_rlhf.buffers.protocol.broadcasts import Device
+from async_rlhf.buffers.protocol.broadcasts import EngineDevice
 from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.transport.link import Connect, Connection, Patience, SocketLink
 from async_rlhf.buffers.weights.receiver import WeightReceiver
@@ -70,7 +70,7 @@ class ActorClient:
         self._standby: Standby | None = None
         if take_seat is not None:
             self._standby = Standby(take_seat, self._link.clock, weights.device_timeout_s, self._link.wake)
-        self._device = Device() if self._standby is not None else None  # as it was sent to the hub
+        self._device = EngineDevice() if self._standby is not None else None  # as it was sent to the hub
         self._name, self._beat_s, self._timeout_s = name, beat_s, timeout_s
         self._life, self._shared, self._bits = secrets.token_hex(8), dict(shared), bits
         self._using = threading.RLock()  # of the connection: by the actor's thread, and by the one that beats

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from async_rlhf.buffers.device.digest import SetDigest
-from async_rlhf.buffers.device.group import LEARNER, Group, Seat, open_store, reach_store
+from async_rlhf.buffers.device.group import LEARNER, DeviceGroup, EpochSeat, open_store, reach_store
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.protocol import broadcasts, wire
 from async_rlhf.buffers.protocol.message import TensorSpec
@@ -40,14 +40,14 @@ class LearnerEnd:
         self._timeout_s = timeout_s
         self._store, self.store = open_store(timeout_s)
         self._epoch: tuple[int, int] | None = None
-        self._seat: Seat[WeightSet, str] | None = None
+        self._seat: EpochSeat[WeightSet, str] | None = None
 
     def send(self, epoch: tuple[int, int], size: int, weights: WeightSet) -> str | None:
         if self._seat is None or epoch != self._epoch:
             self.close()
             self._epoch, self._results = epoch, SimpleQueue[str | None]()
-            make = partial(Group, self._store, _name(*epoch), LEARNER, size, self._timeout_s)
-            self._seat = Seat(make, _send, self._results.put)
+            make = partial(DeviceGroup, self._store, _name(*epoch), LEARNER, size, self._timeout_s)
+            self._seat = EpochSeat(make, _send, self._results.put)
         self._seat.do(weights)
         try:
             digest = self._results.get(timeout=self._timeout_s)
@@ -71,14 +71,14 @@ class EngineEnd:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s, self._pool = timeout_s, HeapPool()
 
-    def __call__(self, epoch: broadcasts.Receive, done: Received) -> Seat[Target, WeightSet]:
-        def make() -> Group:
+    def __call__(self, epoch: broadcasts.Receive, done: Received) -> EpochSeat[Target, WeightSet]:
+        def make() -> DeviceGroup:
             store, name = reach_store(epoch.store, self._timeout_s), _name(epoch.fence, epoch.epoch)
-            return Group(store, name, epoch.rank, epoch.size, self._timeout_s)
+            return DeviceGroup(store, name, epoch.rank, epoch.size, self._timeout_s)
 
-        return Seat(make, self._receive, done)
+        return EpochSeat(make, self._receive, done)
 
-    def _receive(self, group: Group, target: Target) -> WeightSet:
+    def _receive(self, group: DeviceGroup, target: Target) -> WeightSet:
         length = torch.zeros(1, dtype=torch.int64)
         group.broadcast(length).wait()
         header = torch.empty(int(length), dtype=torch.uint8)
@@ -91,7 +91,7 @@ class EngineEnd:
         return WeightSet(*target, tuple(specs), memory.view, memory=memory)
 
 
-def _send(group: Group, weights: WeightSet) -> str:
+def _send(group: DeviceGroup, weights: WeightSet) -> str:
     manifest = weights.manifest().model_copy(update={"place": None, "canary": None})
     header = torch.frombuffer(bytearray(manifest.model_dump_json().encode()), dtype=torch.uint8)
     group.broadcast(torch.tensor([len(header)])).wait()
@@ -101,7 +101,7 @@ def _send(group: Group, weights: WeightSet) -> str:
     return content_digest(_pass_on(group, torch.frombuffer(memory, dtype=torch.uint8), weights.specs))
 
 
-def _pass_on(group: Group, flat: Tensor, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
+def _pass_on(group: DeviceGroup, flat: Tensor, specs: Sequence[TensorSpec]) -> Sequence[TensorSpec]:
     """Broadcast uint8 [n], the tensors of `specs` one after the other. These with the digests that were taken of them here."""
     coming, digests = deque[tuple[torch.distributed.Work, int]](), SetDigest(specs, flat)
     for start in range(0, len(flat), _BUCKET_BYTES):

@@ -57,7 +57,7 @@ def reach_store(address: str, timeout_s: float) -> Store:
     return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
-class Group:
+class DeviceGroup:
     """`size` processes, this one with `rank`, made when all have come. Raises RuntimeError, as what it begins, when another has
     ended or does nothing for `timeout_s`."""
 
@@ -75,14 +75,17 @@ class Group:
         return self._group.broadcast([tensor], options)  # type: ignore[no-any-return]
 
 
-class Seat(Generic[Order, Result]):
+class EpochSeat(Generic[Order, Result]):
     """This process's part in one epoch. work: of each order what comes of it, in a thread of its own, one after the other.
 
     done: called by that thread with each result; with None when the group could not be made, or fails, and then no more.
     """
 
     def __init__(
-        self, make: Callable[[], Group], work: Callable[[Group, Order], Result], done: Callable[[Result | None], None]
+        self,
+        make: Callable[[], DeviceGroup],
+        work: Callable[[DeviceGroup, Order], Result],
+        done: Callable[[Result | None], None],
     ) -> None:
         self._make, self._work, self._done = make, work, done
         self._orders: SimpleQueue[Order | None] = SimpleQueue()

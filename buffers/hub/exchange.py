@@ -33,8 +33,8 @@ from async_rlhf.buffers.protocol.packing import GroupSchema
 from async_rlhf.buffers.queue.admission import Credit
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
-from async_rlhf.buffers.queue.recovery import Quarantine, recovered
-from async_rlhf.buffers.transport.keys import Holder, check_sender
+from async_rlhf.buffers.queue.recovery import QuarantineFile, recovered
+from async_rlhf.buffers.transport.keys import KeyHolder, check_sender
 from async_rlhf.buffers.transport.server import Refusals
 from async_rlhf.buffers.weights.server import WeightServer
 from async_rlhf.buffers.weights.store import WeightStore
@@ -60,7 +60,7 @@ class Exchange:
         clock: Callable[[], float],
         incarnation: str,
         weights: WeightsConfig | None = None,
-        quarantine: Quarantine | None = None,
+        quarantine: QuarantineFile | None = None,
         *,
         counters: Mapping[str, int] = MappingProxyType({}),
         schema: GroupSchema | None = None,
@@ -118,7 +118,7 @@ class Exchange:
         self._full = f"the disk is full: {error}"
         return wire.Waiting(step=self._admission.step, detail=self._full)
 
-    def receive(self, identity: bytes, frames: list[bytes], holder: Holder | None = None) -> None:
+    def receive(self, identity: bytes, frames: list[bytes], holder: KeyHolder | None = None) -> None:
         """Take one message in, sent with the key of `holder` where there are keys.
 
         Answers go to the outbox, acknowledgements only with `settle`.

@@ -33,7 +33,7 @@ from async_rlhf.buffers.protocol.packing import GroupSchema
 from async_rlhf.buffers.protocol.wire import MAX_HEADER_BYTES
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
-from async_rlhf.buffers.queue.recovery import Quarantine
+from async_rlhf.buffers.queue.recovery import QuarantineFile
 from async_rlhf.buffers.transport import keys
 from async_rlhf.buffers.transport.server import ServerSocket
 from async_rlhf.buffers.weights.store import WeightStore
@@ -93,7 +93,7 @@ class Hub:
         state = self._journal.replay.state
         self._exchange = Exchange(
             config, bound, self._journal, store, clock, secrets.token_hex(8), weights,
-            Quarantine(directory / "quarantine.jsonl", prompt_of, (*state.quarantined, *state.removed)),
+            QuarantineFile(directory / "quarantine.jsonl", prompt_of, (*state.quarantined, *state.removed)),
             counters=self._socket.counters, schema=schema, shared=shared, prompts=prompts, max_frame_bytes=max_frame_bytes,
         )  # fmt: skip
 

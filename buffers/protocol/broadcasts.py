@@ -9,7 +9,7 @@ from pydantic import Field
 from async_rlhf.buffers.protocol.message import Canary, Count, Digest, GroupId, MessageBase, Name, OfSet, Version
 
 
-class Device(MessageBase):
+class EngineDevice(MessageBase):
     """What an engine reports of its part in the device channel.
 
     epoch_id: the epoch, (fence, number), that it was given last. is_member: it has not left that one. received: fence and

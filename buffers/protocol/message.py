@@ -59,7 +59,7 @@ class Canary(MessageBase):
     logprobs: list[Amount] = Field(max_length=4096)
 
 
-class Place(MessageBase):
+class SealedPlace(MessageBase):
     """Sealed memory of a living process of the same machine (see `shared`)."""
 
     pid: Count = Field(ge=1)

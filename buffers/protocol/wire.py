@@ -87,7 +87,7 @@ class Hello(message.Message):
     capacity: Count
     fence: Count
     version: Version
-    device: broadcasts.Device | None = None
+    device: broadcasts.EngineDevice | None = None
     holding: list[GroupId] = Field(default_factory=list)
 
 
@@ -101,7 +101,7 @@ class Beat(message.Message):
     fence: Count
     version: Version
     telemetry: Telemetry = Telemetry()
-    device: broadcasts.Device | None = None
+    device: broadcasts.EngineDevice | None = None
     progress: list[GroupId] = Field(default_factory=list)
 
 
@@ -314,7 +314,7 @@ class Announced(message.OfSet):
     num_bytes: Count
     tensors: list[message.TensorSpec]
     canary: Canary | None = None
-    places: list[message.Place] = Field(default_factory=list)
+    places: list[message.SealedPlace] = Field(default_factory=list)
 
 
 class SealedPart(message.OfSet):
@@ -324,7 +324,7 @@ class SealedPart(message.OfSet):
     index: Count
     num_bytes: Count
     tensors: list[message.TensorSpec]
-    place: message.Place
+    place: message.SealedPlace
 
 
 class Publish(Announced):

@@ -18,7 +18,7 @@ from heapq import heapify, heappop, heappush
 from operator import itemgetter
 from types import MappingProxyType
 
-from async_rlhf.buffers.protocol.broadcasts import Device
+from async_rlhf.buffers.protocol.broadcasts import EngineDevice
 from async_rlhf.buffers.queue.failures import Failures
 from async_rlhf.buffers.queue.order import ConsumptionOrder
 
@@ -55,7 +55,7 @@ class Actor:
     behind_since: float | None = None
     stuck: dict[int, int] = field(default_factory=dict)
     doubted: bool = False
-    device: Device | None = None
+    device: EngineDevice | None = None
     _moved: dict[int, tuple[int, float]] = field(default_factory=dict)  # number -> amount, and since when it is that
     _works_on: dict[int, int] = field(default_factory=dict)  # by its own account: number -> amount
 

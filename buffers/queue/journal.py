@@ -43,7 +43,7 @@ _MAX_READERS = 64  # files that are open at a time to read groups from
 
 
 @dataclass(frozen=True)
-class _Place:
+class _RecordPlace:
     """Where a group's record is, and where in it the group's bytes begin."""
 
     segment: int
@@ -53,7 +53,7 @@ class _Place:
 
 
 @dataclass
-class Replay:
+class JournalReplay:
     """What a journal holds: the newest state, the groups put and not committed, and the batches made of them."""
 
     state: QueueSnapshot = field(default_factory=QueueSnapshot)
@@ -81,7 +81,7 @@ class Journal:
     ) -> None:
         self._files, self._directory, self._segment_bytes = files, directory, segment_bytes
         self._fsync, self._keep = fsync, keep
-        self._places: dict[int, _Place] = {}  # group number -> where its bytes are
+        self._places: dict[int, _RecordPlace] = {}  # group number -> where its bytes are
         self._takes: dict[int, int] = {}  # step -> segment
         self._live: Counter[int] = Counter()  # segment -> places and takes in it
         self._readers: dict[int, File] = {}  # of segments, the one used last at the end
@@ -109,7 +109,7 @@ class Journal:
         """Append a group, its bytes in parts; promised after `sync`."""
         head = segment.put_head(number, entry)
         offset = self._append(segment.PUT, head, *payload)
-        self._remember(number, _Place(self._segment, offset, self._end - offset, segment.HEAD.size + len(head)))
+        self._remember(number, _RecordPlace(self._segment, offset, self._end - offset, segment.HEAD.size + len(head)))
 
     def take(self, step: int, numbers: Iterable[int]) -> None:
         """Append the make-up of batch `step`; promised after `sync`."""
@@ -220,7 +220,7 @@ class Journal:
                 self._files.unlink(self._path(self._segments[0]))
                 del self._live[self._segments.pop(0)]
 
-    def _remember(self, number: int, place: _Place) -> None:
+    def _remember(self, number: int, place: _RecordPlace) -> None:
         self._forget(number)
         self._places[number] = place
         self._live[place.segment] += 1
@@ -233,8 +233,8 @@ class Journal:
     def _path(self, number: int) -> Path:
         return self._directory / f"{number:06d}.log"
 
-    def _read(self) -> Replay:
-        replay = Replay()
+    def _read(self) -> JournalReplay:
+        replay = JournalReplay()
         names = self._files.names(self._directory)
         self._segments = sorted(int(name[:-4]) for name in names if name.endswith(".log"))
         self._segment = max(self._segments, default=0)
@@ -253,7 +253,7 @@ class Journal:
                 self._files.sync_path(path)
         return replay
 
-    def _cut_off(self, replay: Replay, number: int, data: bytes, good: int) -> None:
+    def _cut_off(self, replay: JournalReplay, number: int, data: bytes, good: int) -> None:
         """What is behind byte `good` is no whole record: a write that no fsync followed, or damage (DamagedError)."""
         path, behind = self._path(number), list(segment.whole_records(data, good + 1))
         if number != self._segments[-1] or any(isinstance(each, segment.Mark) and each.offset > good for _, each in behind):
@@ -266,12 +266,12 @@ class Journal:
         _log.warning("%s: cut off %d bytes of an unfinished write", path, replay.torn_bytes)
         self._files.truncate(path, good)
 
-    def _apply(self, replay: Replay, record: segment.Record, number: int, offset: int, length: int) -> None:
+    def _apply(self, replay: JournalReplay, record: segment.Record, number: int, offset: int, length: int) -> None:
         match record:
-            case segment.Put():
+            case segment.PutRecord():
                 replay.entries[record.number] = record.entry
-                self._remember(record.number, _Place(number, offset, length, segment.HEAD.size + record.start))
-            case segment.Take():
+                self._remember(record.number, _RecordPlace(number, offset, length, segment.HEAD.size + record.start))
+            case segment.TakeRecord():
                 replay.batches[record.step] = record.numbers
                 self._takes[record.step] = number
                 self._live[number] += 1

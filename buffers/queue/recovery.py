@@ -1,5 +1,5 @@
 """What a journal gives back: the queue's state when a hub begins or an operator takes a group back, and the trained batches.
-Beside it lies `quarantine.jsonl`, one JSON object a line, for a person to read (`Quarantine`):
+Beside it lies `quarantine.jsonl`, one JSON object a line, for a person to read (`QuarantineFile`):
 
     {"group": 17, "prompt": 5, "attempts": 3, "reasons": ["attempt 0: actor-1 was silent for 15 s", ...]}
 
@@ -26,7 +26,7 @@ from async_rlhf.buffers.queue.admission import Admission
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.queue.ledger import QueueSnapshot
-from async_rlhf.buffers.queue.segment import Put, records, records_of
+from async_rlhf.buffers.queue.segment import PutRecord, records, records_of
 from async_rlhf.buffers.record import Group
 
 
@@ -59,7 +59,7 @@ def take_back(
         admission, state = recovered(config, bound, journal), journal.replay.state
         admission.quarantine(number, reason, steps_done)
         with journal.disk():
-            Quarantine(directory / "quarantine.jsonl", prompt_of, (*state.quarantined, *state.removed)).write(
+            QuarantineFile(directory / "quarantine.jsonl", prompt_of, (*state.quarantined, *state.removed)).write(
                 admission.fleet.failures.quarantined
             )
         journal.state(admission.remember(), [number])
@@ -68,7 +68,7 @@ def take_back(
         journal.close()
 
 
-class Quarantine:
+class QuarantineFile:
     """Owns the file. Raises OSError when it cannot be written."""
 
     def __init__(
@@ -129,7 +129,7 @@ def read_batches(queue_dir: Path) -> Iterator[ArchivedBatch]:
     """
     waiting: dict[int, bytes] = {}
     for record in records(queue_dir):
-        if isinstance(record, Put):
+        if isinstance(record, PutRecord):
             waiting[record.number] = record.payload
         elif all(number in waiting for number in record.numbers):
             payloads = [waiting.pop(number) for number in sorted(record.numbers)]

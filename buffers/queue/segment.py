@@ -34,7 +34,7 @@ _KINDS = re.compile(b"[\x01\x02\x03\x04]")
 
 
 @dataclass(frozen=True)
-class Put:
+class PutRecord:
     """A group that was put. `start`: where its bytes begin in the record's payload."""
 
     number: int
@@ -44,7 +44,7 @@ class Put:
 
 
 @dataclass(frozen=True)
-class Take:
+class TakeRecord:
     """The make-up of a batch."""
 
     step: int
@@ -58,7 +58,7 @@ class Mark:
     offset: int
 
 
-Record = Put | Take | QueueSnapshot | Mark
+Record = PutRecord | TakeRecord | QueueSnapshot | Mark
 
 
 def put_head(number: int, entry: Entry) -> bytes:
@@ -134,7 +134,7 @@ def whole_records(data: bytes, start: int) -> Iterator[tuple[int, Record]]:
             at = found[1]
 
 
-def records(directory: Path) -> Iterator[Put | Take]:
+def records(directory: Path) -> Iterator[PutRecord | TakeRecord]:
     """Puts and takes in the order in which they were written, up to the first record that is not whole. Only reads.
 
     Raises JournalError when there is no journal, or a segment other than the newest is damaged.
@@ -146,7 +146,7 @@ def records(directory: Path) -> Iterator[Put | Take]:
         data, read = path.read_bytes(), 0
         for record, _, end in records_of(data):
             read = end
-            if isinstance(record, Put | Take):
+            if isinstance(record, PutRecord | TakeRecord):
                 yield record
         if read < len(data) and path != paths[-1]:
             raise DamagedError(f"{path} is damaged at byte {read}: what follows in it cannot be read")
@@ -163,9 +163,9 @@ def _record(kind: int, payload: bytes) -> Record:
     if kind == PUT:
         start = _LENGTH.size + _LENGTH.unpack_from(payload)[0]
         number, *entry = msgpack.unpackb(payload[_LENGTH.size : start])
-        return Put(number, Entry(*entry), payload[start:], start)
+        return PutRecord(number, Entry(*entry), payload[start:], start)
     if kind == TAKE:
-        return Take(*msgpack.unpackb(payload))
+        return TakeRecord(*msgpack.unpackb(payload))
     if kind == MARK:
         return Mark(*_OFFSET.unpack(payload))
     fields: dict[str, Any] = msgpack.unpackb(payload, use_list=False, strict_map_key=False)

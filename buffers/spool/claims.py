@@ -39,7 +39,7 @@ from typing import Any
 
 from async_rlhf.buffers.files import DISK, Disk, File, write_whole
 from async_rlhf.buffers.spool.deposit import END, MAX_ROW_BYTES, is_ready
-from async_rlhf.buffers.spool.stream import Place, Stream
+from async_rlhf.buffers.spool.stream import Place, PromptStream
 
 _log = logging.getLogger(__name__)
 _PIECE = 1 << 16  # of a file that is looked at, and bound, at a time
@@ -51,13 +51,13 @@ _NAME_BYTES = 120  # of a file's own name in that of its claim
 
 
 @dataclass(frozen=True)
-class Rejected:
+class RejectedLine:
     """Why a line is of no use to the run."""
 
     reason: str
 
 
-Check = Callable[[Sequence[bytes]], Sequence[str | Rejected]]
+Check = Callable[[Sequence[bytes]], Sequence[str | RejectedLine]]
 """Lines of a file to rows, JSON objects as they are credited, or the reason why a line is none."""
 
 
@@ -71,7 +71,7 @@ def has_claimed(directory: Path) -> bool:
 class Spool:
     """See the module docstring. source: the spool. directory: the run's own, where its stream is too."""
 
-    def __init__(self, source: Path, directory: Path, stream: Stream, check: Check, files: Disk = DISK) -> None:
+    def __init__(self, source: Path, directory: Path, stream: PromptStream, check: Check, files: Disk = DISK) -> None:
         self.stream, self._source, self._check, self._files = stream, source, check, files
         self._directory, self._rejected = directory, directory / "rejected"
         self._prefix = ""  # of the names in the spool that are this run's, once it has claimed one
@@ -215,10 +215,10 @@ class Spool:
         found = iter(self._check([line for *_, line in lines if len(line) <= MAX_ROW_BYTES]))
         rows: list[tuple[Place, str]] = []
         for claim, number, line in lines:
-            row = next(found) if len(line) <= MAX_ROW_BYTES else Rejected(f"it is longer than {MAX_ROW_BYTES} bytes")
+            row = next(found) if len(line) <= MAX_ROW_BYTES else RejectedLine(f"it is longer than {MAX_ROW_BYTES} bytes")
             if isinstance(row, str) and len(row.encode()) > MAX_ROW_BYTES:
-                row = Rejected(f"as JSON it is longer than {MAX_ROW_BYTES} bytes")
-            if isinstance(row, Rejected):
+                row = RejectedLine(f"as JSON it is longer than {MAX_ROW_BYTES} bytes")
+            if isinstance(row, RejectedLine):
                 claim.reject(number, line, row.reason)
             else:
                 rows.append(((claim.number, number), row))

@@ -31,7 +31,7 @@ Place = tuple[int, int]
 """A claim and a line of it, both counted from 1: where a row came from."""
 
 
-class Stream:
+class PromptStream:
     """Owns the files. Raises JournalError where they cannot be read, DamagedError where they are not as they were written."""
 
     def __init__(self, directory: Path, repeat: int = 1, files: Disk = DISK) -> None:

@@ -59,7 +59,7 @@ _MAKE = "make a directory with: async-rlhf keys new DIR"
 
 
 @dataclass(frozen=True)
-class Holder:
+class KeyHolder:
     """Whose key it is, and what it may be."""
 
     name: str
@@ -86,7 +86,7 @@ class HubKeys:
 
     directory: Path
     secret: bytes = field(repr=False)
-    allowed: Mapping[bytes, Holder]
+    allowed: Mapping[bytes, KeyHolder]
 
     def listing(self) -> list[tuple[str, int, int]]:
         """Changes with the list: of each entry its name, inode and time of change. Raises OSError."""
@@ -109,7 +109,7 @@ def create(directory: Path, peers: Sequence[str], new_pair: Callable[[], tuple[b
     peers: each NAME, a machine of actors, or NAME:ROLE,... (see above). new_pair: makes a (public, secret) key pair in Z85.
     Raises ConfigError when there is something already.
     """
-    holders = [Holder(LOCAL, frozenset(ROLES)), *map(_peer, peers)]
+    holders = [KeyHolder(LOCAL, frozenset(ROLES)), *map(_peer, peers)]
     _check_names(holders)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -163,7 +163,7 @@ def revoke(directory: Path, names: Sequence[str]) -> None:
         raise ConfigError(f"keys cannot be removed from {str(directory)!r}: {error}") from error
 
 
-def _add(directory: Path, holder: Holder, hub_public: bytes, new_pair: Callable[[], tuple[bytes, bytes]]) -> None:
+def _add(directory: Path, holder: KeyHolder, hub_public: bytes, new_pair: Callable[[], tuple[bytes, bytes]]) -> None:
     own = directory if holder.name == LOCAL else directory / f"for-{holder.name}"
     own.mkdir(mode=0o700, exist_ok=True)
     public, secret = new_pair()
@@ -193,7 +193,7 @@ def load_hub(directory: Path) -> HubKeys:
     return HubKeys(directory, secret=_read(directory / "hub.secret"), allowed=allowed)
 
 
-def admit(request: Sequence[bytes], allowed: Mapping[bytes, Holder]) -> tuple[list[bytes], str]:
+def admit(request: Sequence[bytes], allowed: Mapping[bytes, KeyHolder]) -> tuple[list[bytes], str]:
     """The answer to a question of ZeroMQ's authentication protocol (ZAP, RFC 27), and whom it refuses ("" when let in).
 
     Only CURVE with an allowed public key is let in, and its messages come with that key, in hexadecimal; whatever else comes,
@@ -216,7 +216,7 @@ def roles_of(words: Iterable[str], where: str) -> frozenset[Role]:
     return found
 
 
-def check_sender(holder: Holder | None, message: wire.Message) -> None:
+def check_sender(holder: KeyHolder | None, message: wire.Message) -> None:
     """Raises RefusedError with the reason `role` for what this holder may not send."""
     if holder is None:
         return
@@ -242,12 +242,12 @@ def _entry(directory: Path, name: str) -> Path:
     return directory / "allowed" / f"{name}.public"
 
 
-def _peer(text: str) -> Holder:
+def _peer(text: str) -> KeyHolder:
     name, colon, roles = text.partition(":")
-    return Holder(name, roles_of(roles.split(",") if colon else ["actor"], f"name {text!r}"))
+    return KeyHolder(name, roles_of(roles.split(",") if colon else ["actor"], f"name {text!r}"))
 
 
-def _check_names(holders: Sequence[Holder]) -> None:
+def _check_names(holders: Sequence[KeyHolder]) -> None:
     """Every name once, and no machine called like an actor of another."""
     names = [holder.name for holder in holders]
     for i, name in enumerate(names):
@@ -258,10 +258,10 @@ def _check_names(holders: Sequence[Holder]) -> None:
                 raise ConfigError(f"name {name!r}: actors of the machine {other!r} may be called so; choose another")
 
 
-def _read_entry(path: Path) -> tuple[bytes, Holder]:
+def _read_entry(path: Path) -> tuple[bytes, KeyHolder]:
     """The 32 bytes of an allowed key, and its holder."""
     text, *rest = _lines(path)
-    return _bytes(_checked(text, path)), Holder(
+    return _bytes(_checked(text, path)), KeyHolder(
         path.stem, roles_of(b" ".join(rest).decode("ascii", "replace").split(), f"{path}")
     )
 

@@ -25,7 +25,7 @@ from async_rlhf.buffers.errors import RefusedError, WeightsError, WireError
 from async_rlhf.buffers.protocol.wire import Frames, Refused
 from async_rlhf.buffers.transport import frames, keys
 from async_rlhf.buffers.transport.frames import HANDSHAKES_FAILED, UNKNOWN, Waker, bytes_received
-from async_rlhf.buffers.transport.keys import Holder, HubKeys
+from async_rlhf.buffers.transport.keys import HubKeys, KeyHolder
 
 _EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)  # an enumeration would cost as much as the look, once a message
 # HWM counts messages, not bytes: a peer that does not read so many loses the rest.
@@ -39,7 +39,7 @@ _MAX_PLACES = 100
 
 
 @dataclass
-class _Open:
+class _OpenConnection:
     """An open connection: who sent the newest message over it, with which key; bytes received at the last look, and at the
     first look since the last whole message. is_counted: whether the kernel counts them."""
 
@@ -96,7 +96,7 @@ class ServerSocket:
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, access.secret)
         self._max_unfinished = max_message_bytes + UNREAD_BY_ZMQ
-        self._open: dict[int, _Open] = {}  # by descriptor
+        self._open: dict[int, _OpenConnection] = {}  # by descriptor
         names = ("connections", "connections_ended", "handshakes_failed", "refused_handshakes", "endless_messages")
         self.counters = dict.fromkeys(names, 0)
         self._reported, self._refused = dict(self.counters), set[str]()
@@ -132,7 +132,7 @@ class ServerSocket:
     def unregister(self, waited_for: Any) -> None:
         self._poller.unregister(waited_for)
 
-    def receive(self) -> tuple[Frames, Holder | None] | None:
+    def receive(self) -> tuple[Frames, KeyHolder | None] | None:
         """The next message, its sender's identity first, and the holder of the key that sent it where there are keys; None when
         there is none."""
         while (received := frames.receive_from(self._socket, has_keys=self._access is not None)) is not None:
@@ -244,7 +244,7 @@ class ServerSocket:
 
     def _count(self, event: int, value: int, endpoint: bytes) -> None:
         if event == zmq.EVENT_ACCEPTED:
-            self._open[value] = _Open(is_counted=endpoint.startswith(b"tcp:"))
+            self._open[value] = _OpenConnection(is_counted=endpoint.startswith(b"tcp:"))
             self.counters["connections"] += 1
         elif event & HANDSHAKES_FAILED:
             self.counters["handshakes_failed"] += 1

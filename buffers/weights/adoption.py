@@ -36,34 +36,34 @@ class Stored(Protocol):
     def is_in_broadcast(self, name: str, actor: Actor, version: Version) -> bool: ...
 
 
-class Step(NamedTuple):
+class AdoptionStep(NamedTuple):
     """target: what the actor should serve; None while no version is published."""
 
     state: Adoption
     target: Version | None
 
 
-def adoption_of(name: str, actor: Actor, admission: Admission, stored: Stored) -> Step:
+def adoption_of(name: str, actor: Actor, admission: Admission, stored: Stored) -> AdoptionStep:
     """Where an actor is on its way to the version that it should serve."""
     serving = (actor.fence, actor.version)
     newest = None if admission.bound.exact else (admission.fence, admission.published)
     if serving == newest and actor.announced in (None, newest):
-        return Step(Adoption.SERVES, serving)  # so it is with nearly all, nearly always
+        return AdoptionStep(Adoption.SERVES, serving)  # so it is with nearly all, nearly always
     if (number := admission.target(name)) is None:
-        return Step(Adoption.NONE_YET, None)
+        return AdoptionStep(Adoption.NONE_YET, None)
     target = (admission.fence, number)
     if not (stored.has(target) or stored.was_broadcast(actor, target)):
-        return Step(Adoption.NOT_STORED, target)
+        return AdoptionStep(Adoption.NOT_STORED, target)
     if stored.is_in_broadcast(name, actor, target):
-        return Step(Adoption.IN_BROADCAST, target)
+        return AdoptionStep(Adoption.IN_BROADCAST, target)
     # A fetch that is under way is finished as long as it can still earn a credit: else a link that is slower than a step would
     # fetch for ever and adopt nothing.
     if fetched_for_credit(actor, admission, stored) is not None:
-        return Step(Adoption.FETCHES, target)
+        return AdoptionStep(Adoption.FETCHES, target)
     # Also when it is to stay after all: it may be about to leave for an earlier target.
     if target != (actor.announced or serving):
-        return Step(Adoption.DUE, target)
-    return Step(Adoption.SERVES if target == serving else Adoption.ANNOUNCED, target)
+        return AdoptionStep(Adoption.DUE, target)
+    return AdoptionStep(Adoption.SERVES if target == serving else Adoption.ANNOUNCED, target)
 
 
 def fetched_for_credit(actor: Actor, admission: Admission, stored: Stored) -> int | None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_rlhf.buffers.protocol import broadcasts, wire
-from async_rlhf.buffers.protocol.broadcasts import Device
+from async_rlhf.buffers.protocol.broadcasts import EngineDevice
 from async_rlhf.buffers.queue.admission import Actor, Admission
 
 Member = tuple[str, str]
@@ -47,7 +47,7 @@ class Membership:
         self._is_whole = False
         self._given: dict[Member, tuple[int, int]] = {}
 
-    def gather(self, fence: int, states: Mapping[Member, Device]) -> Epoch:
+    def gather(self, fence: int, states: Mapping[Member, EngineDevice]) -> Epoch:
         """The epoch of the next broadcast. states: what the engines that are there report."""
         self._given = {member: given for member, given in self._given.items() if member in states}
         newest, number = self.epoch, 1
@@ -69,13 +69,13 @@ class Membership:
         """It sent Hello: whatever it was given may be lost, and it is not hanging."""
         self._given.pop(member, None)
 
-    def is_in(self, member: Member, state: Device | None) -> bool:
+    def is_in(self, member: Member, state: EngineDevice | None) -> bool:
         """Whether it was given the newest epoch, which is not over, and has not left it."""
         given, epoch = self._given.get(member), self.epoch
         is_given = self._is_whole and epoch is not None and given == epoch.id
         return is_given and state is not None and (state.epoch_id != given or state.is_member)
 
-    def _may_come(self, member: Member, states: Mapping[Member, Device]) -> bool:
+    def _may_come(self, member: Member, states: Mapping[Member, EngineDevice]) -> bool:
         given = self._given.get(member)
         is_in_whole = self._is_whole and self.epoch is not None and given == self.epoch.id
         return given is None or is_in_whole or (states[member].epoch_id == given and not states[member].is_member)
@@ -118,7 +118,7 @@ class Broadcasts:
             self.messages += [(actors[member].identity, message) for member in epoch.members if member in actors]
         return wire.Done()
 
-    def reported(self, actor: Actor, device: Device | None) -> None:
+    def reported(self, actor: Actor, device: EngineDevice | None) -> None:
         """What an actor reports of itself. One that lost what it was to adopt is sent it again."""
         before, actor.device = actor.device, device
         if before is None:

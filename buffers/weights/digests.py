@@ -32,7 +32,7 @@ def in_threads(work: Callable[[A], B], items: Iterable[A], threads: int) -> list
         return list(pool.map(work, todo))
 
 
-class _Span(NamedTuple):
+class _TensorSpan(NamedTuple):
     """Bytes `start` to `end` of the set, all of one tensor; `is_last`: it ends with them."""
 
     hasher: xxhash.xxh3_128
@@ -67,16 +67,16 @@ class Digests:
 
         read: gives bytes `start` to `end`, from within one tensor, perhaps in another thread.
         """
-        spans: list[_Span] = []
+        spans: list[_TensorSpan] = []
         while self.num_open and (self.done < stop or self.done == self._end):
             end = max(self.done, min(self._end, stop))
-            spans.append(_Span(self._hasher, self.done, end, end == self._end))
+            spans.append(_TensorSpan(self._hasher, self.done, end, end == self._end))
             self.done = end
             if spans[-1].is_last:
                 self._next, self._hasher = self._next + 1, xxhash.xxh3_128()
                 self._end += self._sizes[self._next] if self.num_open else 0
 
-        def take(span: _Span) -> None:
+        def take(span: _TensorSpan) -> None:
             for start in range(span.start, span.end, CACHED_BYTES):
                 span.hasher.update(read(start, min(span.end, start + CACHED_BYTES)))
 

@@ -24,7 +24,7 @@ import zmq
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import ConfigError, RefusedError, WeightsError, WireError
 from async_rlhf.buffers.protocol import wire
-from async_rlhf.buffers.transport.keys import Holder, HubKeys, check_sender
+from async_rlhf.buffers.transport.keys import HubKeys, KeyHolder, check_sender
 from async_rlhf.buffers.transport.link import Connect, Link, SocketLink
 from async_rlhf.buffers.transport.server import Refusals, ServerSocket
 from async_rlhf.buffers.weights.receiver import WeightReceiver
@@ -47,7 +47,7 @@ Target = tuple[int, int]
 
 
 @dataclass
-class _Line:
+class _ActorLine:
     """One actor's own connection to the hub."""
 
     link: Link
@@ -70,11 +70,11 @@ class RelayProxy:
         self._open, self._close = open_link, close_link
         self._fetch_link = open_link("relay")
         self._cache = WeightCache(self._fetch_link, hub_address, config)
-        self._lines: dict[bytes, _Line] = {}
+        self._lines: dict[bytes, _ActorLine] = {}
         self._refusals = Refusals()
         self.outbox: list[wire.Frames] = []
 
-    def take(self, identity: bytes, frames: wire.Frames, holder: Holder | None) -> None:
+    def take(self, identity: bytes, frames: wire.Frames, holder: KeyHolder | None) -> None:
         """One message of an actor, sent with the key of `holder` where there are keys."""
         request = 0
         try:
@@ -129,9 +129,9 @@ class RelayProxy:
             self._disconnect(identity)
         self._close(self._fetch_link)
 
-    def _line(self, identity: bytes) -> _Line:
+    def _line(self, identity: bytes) -> _ActorLine:
         if identity not in self._lines:
-            self._lines[identity] = _Line(self._open("relayed"), 0.0)
+            self._lines[identity] = _ActorLine(self._open("relayed"), 0.0)
             _log.info("%d actors are relayed", len(self._lines))
         self._lines[identity].last_seen = self._fetch_link.clock()
         return self._lines[identity]

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from async_rlhf.buffers.errors import WeightsError
-from async_rlhf.buffers.protocol.message import Place
+from async_rlhf.buffers.protocol.message import SealedPlace
 from async_rlhf.buffers.weights.addresses import Addresses
 
 Bytes = npt.NDArray[np.uint8]
@@ -56,14 +56,14 @@ class Memory(Protocol):
         """All bytes, read-only; of parts that are not there yet they mean nothing."""
 
     @property
-    def places(self) -> Sequence[Place]:
+    def places(self) -> Sequence[SealedPlace]:
         """Where processes of this machine find its parts once they are sealed; none where they cannot."""
 
     def write(self, offset: int, data: bytes | memoryview) -> None: ...
     def seal(self, index: int | None = None) -> None:
         """Part `index`, or all of them, will not change any more."""
 
-    def take(self, index: int, place: Place) -> bool:
+    def take(self, index: int, place: SealedPlace) -> bool:
         """Whether another process's sealed part, which lies there, is part `index` from now on. It is not when it is not on
         this machine, not of this user, not sealed or of another size."""
 
@@ -75,7 +75,7 @@ MakeMemory = Callable[[int], Memory]
 class HeapMemory:
     """This process alone reads it. `freed` is called with the bytes when no view of them is left."""
 
-    places: Sequence[Place] = ()
+    places: Sequence[SealedPlace] = ()
 
     def __init__(self, num_bytes: int, data: Bytes | None = None, freed: Callable[[Bytes], None] | None = None) -> None:
         try:
@@ -95,7 +95,7 @@ class HeapMemory:
 
     def seal(self, index: int | None = None) -> None: ...
 
-    def take(self, index: int, place: Place) -> bool:
+    def take(self, index: int, place: SealedPlace) -> bool:
         return False
 
 
@@ -126,7 +126,7 @@ class SealedMemory:
         except (OSError, ValueError, OverflowError) as error:
             raise _no_room(num_bytes, error) from error
         self.view = self._addresses.view
-        self._parts: dict[int, Place] = {}
+        self._parts: dict[int, SealedPlace] = {}
         self._sealed: set[int] = set()
         self._filled: set[tuple[int, int]] = set()
         self._opening = threading.Lock()
@@ -138,7 +138,7 @@ class SealedMemory:
         return cls(num_bytes) if HAS_SEALS and num_bytes > 0 else HeapMemory(num_bytes)
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[SealedPlace]:
         return [place for _, place in sorted(self._parts.items())]
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
@@ -165,7 +165,7 @@ class SealedMemory:
             _seal(descriptor)
             self._sealed.add(number)
 
-    def take(self, index: int, place: Place) -> bool:
+    def take(self, index: int, place: SealedPlace) -> bool:
         if not 0 <= index < num_parts(self._num_bytes) or index in self._parts:
             return False
         size = self._size(index)
@@ -185,7 +185,7 @@ class SealedMemory:
         return min(self._part_bytes, self._num_bytes - index * self._part_bytes)
 
     def _keep(self, index: int, descriptor: int, token: str) -> None:
-        self._parts[index] = Place(pid=os.getpid(), descriptor=descriptor, token=token)
+        self._parts[index] = SealedPlace(pid=os.getpid(), descriptor=descriptor, token=token)
 
     def _open(self, index: int, start: int) -> None:
         """What can be written from byte `start` of this part on: made when it is not there. Raises OSError."""
@@ -213,7 +213,7 @@ class SealedMemory:
         self._keep(index, descriptor, token)
 
 
-def _close(parts: dict[int, Place]) -> None:
+def _close(parts: dict[int, SealedPlace]) -> None:
     for place in parts.values():
         os.close(place.descriptor)
 
@@ -229,7 +229,7 @@ def _seal(descriptor: int) -> None:
             time.sleep(_SEAL_PAUSE_S)
 
 
-def attach(places: Sequence[Place], num_bytes: int) -> SealedMemory | None:
+def attach(places: Sequence[SealedPlace], num_bytes: int) -> SealedMemory | None:
     """A set whose parts lie at these places; None when one of them is not there (see `Memory.take`), or is missing."""
     if not HAS_SEALS or num_bytes == 0 or len(places) != num_parts(num_bytes):
         return None
@@ -237,7 +237,7 @@ def attach(places: Sequence[Place], num_bytes: int) -> SealedMemory | None:
     return memory if all(memory.take(index, place) for index, place in enumerate(places)) else None
 
 
-def _open_sealed(place: Place, num_bytes: int) -> int | None:
+def _open_sealed(place: SealedPlace, num_bytes: int) -> int | None:
     """A descriptor of the part at this place, if it is one."""
     path = path_of(place)
     try:
@@ -259,7 +259,7 @@ def _no_room(num_bytes: int, error: Exception) -> WeightsError:
     return WeightsError(f"no room for {num_bytes} bytes of weights: {error}")
 
 
-def path_of(place: Place) -> str:
+def path_of(place: SealedPlace) -> str:
     """A file that processes of this user can open."""
     return f"/proc/{place.pid}/fd/{place.descriptor}"
 

@@ -1,8 +1,8 @@
 """An engine's half of the device channel: the newest set that came by a broadcast, until the hub orders that it is adopted.
 
-No torch. What receives is a `Seat`, this engine's part in one epoch (see `broadcast`); a seat that fails, or takes longer than
-a broadcast may, is left, as the next beat reports. Nothing that came is given out by its name alone: the digest that was taken
-here is compared with the one that the hub has from the learner.
+No torch. What receives is a `SetReceiver`, this engine's part in one epoch (see `broadcast`); one that fails, or takes longer
+than a broadcast may, is left, as the next beat reports. Nothing that came is given out by its name alone: the digest that was
+taken here is compared with the one that the hub has from the learner.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from async_rlhf.buffers.protocol import broadcasts
-from async_rlhf.buffers.protocol.broadcasts import Device
+from async_rlhf.buffers.protocol.broadcasts import EngineDevice
 from async_rlhf.buffers.weights.weight_set import WeightSet
 
 _log = logging.getLogger(__name__)
@@ -29,14 +29,14 @@ Received = Callable[[WeightSet | None], None]
 """Called by any thread, with each set that came whole; with None when no more will come."""
 
 
-class Seat(Protocol):
+class SetReceiver(Protocol):
     """Receives sets one after another, those that `do` names. Neither method waits."""
 
     def do(self, target: Target, /) -> None: ...
     def leave(self) -> None: ...
 
 
-TakeSeat = Callable[[broadcasts.Receive, Received], Seat]
+TakeSeat = Callable[[broadcasts.Receive, Received], SetReceiver]
 
 
 class Standby:
@@ -47,14 +47,14 @@ class Standby:
 
     def __init__(self, take_seat: TakeSeat, clock: Callable[[], float], timeout_s: float, wake: Callable[[], object]) -> None:
         self._take_seat, self._clock, self._timeout_s, self._wake = take_seat, clock, timeout_s, wake
-        self._state = Device()
-        self._seat: Seat | None = None
+        self._state = EngineDevice()
+        self._seat: SetReceiver | None = None
         self._coming: deque[tuple[Target, float]] = deque()  # and since when it was waited for
         self._newest, self._num_lost = _NOTHING, 0
         self._set: WeightSet | None = None
         self._outcomes: SimpleQueue[tuple[tuple[int, int], WeightSet | None]] = SimpleQueue()
 
-    def look(self) -> Device | None:
+    def look(self) -> EngineDevice | None:
         """What the hub is to know; None when this engine takes no part any more."""
         while not self._outcomes.empty():
             epoch, weights = self._outcomes.get()

@@ -20,7 +20,7 @@ import xxhash
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.protocol.message import Canary, TensorSpec
 from async_rlhf.buffers.protocol.wire import Manifest, Publish, SealedPart
-from async_rlhf.buffers.tensors import Part, RawTensor, num_bytes
+from async_rlhf.buffers.tensors import FilePart, RawTensor, num_bytes
 from async_rlhf.buffers.weights.digests import Digests, num_threads
 from async_rlhf.buffers.weights.shared import HeapMemory, MakeMemory, Memory, num_parts, part_bytes, path_of
 
@@ -113,7 +113,7 @@ class WeightSet:
         paths = () if self.memory is None else tuple(map(path_of, self.memory.places))
         for spec in self.specs:
             size = num_bytes(spec.dtype, spec.shape)
-            part = Part(paths, start, self.memory) if paths else None
+            part = FilePart(paths, start, self.memory) if paths else None
             tensors[spec.name] = RawTensor(spec.dtype, tuple(spec.shape), view[start : start + size], part)
             start += size
         return tensors

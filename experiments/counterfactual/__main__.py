@@ -18,11 +18,11 @@ from async_rlhf.buffers.errors import ConfigError, RewardError
 from async_rlhf.cli.app import errors, say
 from async_rlhf.experiments.counterfactual.fresh import fresh_groups
 from async_rlhf.experiments.counterfactual.gradients import Gradients, rewards_of
-from async_rlhf.experiments.counterfactual.measures import Measures, Reference
+from async_rlhf.experiments.counterfactual.measures import FreshGradients, Measures
 from async_rlhf.experiments.counterfactual.page import (
     ENOUGH,
     FRESH,
-    Row,
+    EstimateRow,
     over_seeds,
     render,
     rows_of,
@@ -76,7 +76,7 @@ def main(
         transformers_logging.disable_progress_bar()
         directory = out or runs[0][0].path / "counterfactual"
         directory.mkdir(parents=True, exist_ok=True)
-        rows, show = list[Row](), _shown()
+        rows, show = list[EstimateRow](), _shown()
         for run, own, moments in runs:
             for moment in moments:
                 rows += compare(run, own, moment, losses, num_batches, show)
@@ -112,7 +112,7 @@ def batches_for(config: Config, completions: int) -> int:
 
 def compare(
     run: RunDir, config: Config, moment: Moment, losses: Mapping[str, LossConfig], num_batches: int, report: Report
-) -> list[Row]:
+) -> list[EstimateRow]:
     """A row for a fresh batch and for each correction, at one step. The first correction is what the others are compared with.
 
     report: what is being done, how much of it, and of how much. Raises RewardError when too many fresh scores failed, and
@@ -124,10 +124,10 @@ def compare(
     groups = fresh_groups(run, config, moment.checkpoint, moment.step, count, partial(report, f"{where}: fresh completions"))
     rewards, of_stale = (rewards_of(config, each, moment.statistics) for each in (groups, moment.groups))
     _check_scores(config, where, rewards)
-    rows: dict[str, Row] = {}
+    rows: dict[str, EstimateRow] = {}
     for on_policy, names in _by_reference(losses):
         progress = partial(report, f"{where}: reference of {names[0]}{' and others' if len(names) > 1 else ''}")
-        reference = Reference(*gradients.sums(groups, rewards, on_policy, config.groups_per_batch, progress))
+        reference = FreshGradients(*gradients.sums(groups, rewards, on_policy, config.groups_per_batch, progress))
         if not reference.total_P.any():
             raise ConfigError(f"{where}: rewards of each fresh group are equal, so the gradient is 0; choose an earlier step")
         found = dict[str, Measures]()

@@ -13,7 +13,7 @@ import numpy as np
 
 from async_rlhf.actors.engine import RolloutKey, load_engine
 from async_rlhf.actors.loop.evaluation import judge
-from async_rlhf.actors.scoring.pool import Place, ScoringPool
+from async_rlhf.actors.scoring.pool import GroupMember, ScoringPool
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.buffers.record import Group
@@ -46,7 +46,7 @@ def fresh_groups(
     first, size = _NUMBERS * (step + 1), config.generation.group_size
     begun = {number: context.requests(number, 0) for number in range(first, first + count)}
     try:
-        judged = judge(engine, scoring, context, begun, lambda key: Place(key[:2], key.member, size), progress)
+        judged = judge(engine, scoring, context, begun, lambda key: GroupMember(key[:2], key.member, size), progress)
     finally:
         scoring.close()
         engine.close()

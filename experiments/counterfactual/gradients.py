@@ -14,7 +14,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import Group
 from async_rlhf.experiments.counterfactual.measures import Array
 from async_rlhf.learner.batch.packing import count
-from async_rlhf.learner.batch.rows import Row, by_group, make_rows
+from async_rlhf.learner.batch.rows import BatchRow, by_group, make_rows
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.loop.trainer import estimated
 from async_rlhf.learner.model.gguf import model_directory
@@ -70,7 +70,7 @@ class Gradients:
         sums_KP, counts_K = np.zeros((num_parts, self.num_parameters), np.float32), np.zeros(num_parts)
         waiting = iter(groups)
         for part in range(num_parts):
-            own: list[Row] = [row for group in islice(waiting, groups_a_part) for row in of_group.get(group.number, [])]
+            own: list[BatchRow] = [row for group in islice(waiting, groups_a_part) for row in of_group.get(group.number, [])]
             if own:  # else no completion of these groups is learned from
                 counts_K[part] = denominator(loss, count(own), longest)
                 sums_KP[part] = backend.gradient(own, self._step).cpu().numpy() * counts_K[part]

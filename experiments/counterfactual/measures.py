@@ -35,7 +35,7 @@ class Measures(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reference:
+class FreshGradients:
     """sums_MP: float32 [M, P], of each fresh batch its gradient before the division; counts_M: float64 [M], what it is divided
     by."""
 

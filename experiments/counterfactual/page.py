@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from async_rlhf.experiments.counterfactual.measures import Measures, Reference, ceiling
+from async_rlhf.experiments.counterfactual.measures import FreshGradients, Measures, ceiling
 from async_rlhf.experiments.counterfactual.recorded import Moment
 from async_rlhf.experiments.page import raw_table, write_csv
 from async_rlhf.experiments.statistics import MIN_SEEDS, Mean, adjusted, paired, worded
@@ -24,7 +24,7 @@ ENOUGH = 4096
 FRESH = "fresh batch"
 
 
-class Interval(NamedTuple):
+class CorrectionInterval(NamedTuple):
     """Of a correction: its value, and over seeds its 95 % interval. Of a fresh batch: the mean over fresh batches, and where
     nine in ten of them lie (of several runs, the means of their ends). Ends that are not known are not numbers."""
 
@@ -34,7 +34,7 @@ class Interval(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class EstimateRow:
     """One estimate at one step. staleness, oldest: mean over the stale batch's tokens and the largest, in learner steps.
 
     completions: fresh ones, of the reference. halves: cosine of its halves. fresh_below: share of fresh batches whose cosine is
@@ -50,9 +50,9 @@ class Row:
     completions: int
     halves: float
     ceiling: float
-    cosine: Interval
-    norm_ratio: Interval
-    share: Interval
+    cosine: CorrectionInterval
+    norm_ratio: CorrectionInterval
+    share: CorrectionInterval
     fresh_below: float | None = None
     bias: Mean | None = None
     """Over seeds: of share - 1, from 0."""
@@ -62,42 +62,42 @@ class Row:
 
 
 def rows_of(
-    seed: int, moment: Moment, completions: int, reference: Reference, corrections: Mapping[str, Measures]
-) -> list[Row]:
+    seed: int, moment: Moment, completions: int, reference: FreshGradients, corrections: Mapping[str, Measures]
+) -> list[EstimateRow]:
     """Of one reference: the yardstick, which is what batches as large as the stale one reach when they are fresh, and what the
     stale batch gives by each correction."""
     halves, batches = reference.halves[0], reference.fresh_batches()
 
-    def row(name: str, measures: Iterable[Interval], fresh_below: float | None = None) -> Row:
+    def row(name: str, measures: Iterable[CorrectionInterval], fresh_below: float | None = None) -> EstimateRow:
         cosine, norm_ratio, share = measures
         about = (*moment.staleness, len(moment.groups), completions, halves, ceiling(halves))
-        return Row(seed, moment.step, name, *about, cosine, norm_ratio, share, fresh_below)
+        return EstimateRow(seed, moment.step, name, *about, cosine, norm_ratio, share, fresh_below)
 
     low, high = np.quantile(batches, [0.05, 0.95], axis=0)
-    fresh = (Interval(*map(float, each)) for each in zip(np.mean(batches, 0), low, high, strict=True))
+    fresh = (CorrectionInterval(*map(float, each)) for each in zip(np.mean(batches, 0), low, high, strict=True))
     rows = [row(FRESH, fresh)]
     for name, found in corrections.items():
-        rows.append(row(name, map(Interval, found), float(np.mean([each.cosine < found.cosine for each in batches]))))
+        rows.append(row(name, map(CorrectionInterval, found), float(np.mean([each.cosine < found.cosine for each in batches]))))
     return rows
 
 
-def over_seeds(rows: Sequence[Row]) -> list[Row]:
+def over_seeds(rows: Sequence[EstimateRow]) -> list[EstimateRow]:
     """A row for each step and estimate: as it is where one run was made, else the mean over runs, with intervals over seeds.
 
     Of each seed the estimate is subtracted from 1 and from the first correction's before anything is averaged. Raises
     ValueError for fewer than MIN_SEEDS runs, and more than one.
     """
-    together: dict[tuple[int, str], list[Row]] = {}
+    together: dict[tuple[int, str], list[EstimateRow]] = {}
     for row in rows:
         together.setdefault((row.step, row.estimate), []).append(row)
-    bases: dict[int, list[Row]] = {}
+    bases: dict[int, list[EstimateRow]] = {}
     for (step, estimate), own in together.items():
         if estimate != FRESH:
             bases.setdefault(step, own)
     return [_mean(own, bases.get(step, own)) if len(own) > 1 else own[0] for (step, _), own in together.items()]
 
 
-def _mean(rows: Sequence[Row], base: Sequence[Row]) -> Row:
+def _mean(rows: Sequence[EstimateRow], base: Sequence[EstimateRow]) -> EstimateRow:
     """base: of the first correction, one a seed."""
     if len(rows) < MIN_SEEDS:
         raise ValueError(f"{len(rows)} runs have no interval; at least {MIN_SEEDS} are needed")
@@ -114,9 +114,9 @@ def _mean(rows: Sequence[Row], base: Sequence[Row]) -> Row:
     for name in Measures._fields:
         intervals = [getattr(row, name) for row in rows]
         found = differs([each.value for each in intervals])
-        changed[name] = Interval(found.mean, found.low, found.high)
+        changed[name] = CorrectionInterval(found.mean, found.low, found.high)
         if rows[0].estimate == FRESH:
-            changed[name] = Interval(*map(mean, zip(*intervals, strict=True)))
+            changed[name] = CorrectionInterval(*map(mean, zip(*intervals, strict=True)))
     if rows[0].estimate != FRESH:
         changed["bias"] = differs([row.share.value - 1 for row in rows])
         changed["fresh_below"] = mean(row.fresh_below or 0.0 for row in rows)
@@ -133,10 +133,10 @@ def shortfall(completions: int) -> str:
 
 
 # What is kept of a run's rows; all else is made from these.
-_KEPT = [field.name for field in fields(Row) if field.name not in ("bias", "difference", "runs")]
+_KEPT = [field.name for field in fields(EstimateRow) if field.name not in ("bias", "difference", "runs")]
 
 
-def write_rows(rows: Sequence[Row], path: Path) -> None:
+def write_rows(rows: Sequence[EstimateRow], path: Path) -> None:
     """A line a row, numbers to 6 digits; an interval is three columns. An empty field was not measured."""
     found = list[dict[str, Any]]()
     for row in rows:
@@ -148,14 +148,14 @@ def write_rows(rows: Sequence[Row], path: Path) -> None:
     write_csv(found, path)
 
 
-def _command(rows: Sequence[Row]) -> str:
+def _command(rows: Sequence[EstimateRow]) -> str:
     """What makes these rows, of runs that are not named here."""
     steps = " ".join(f"--step {step}" for step in dict.fromkeys(row.step for row in rows))
     runs = "RUN" if rows[0].runs == 1 else f"RUN-1 ... RUN-{rows[0].runs}"
     return f"python -m async_rlhf.experiments.counterfactual {runs} {steps} --completions {rows[0].completions}"
 
 
-def render(rows: Sequence[Row]) -> str:
+def render(rows: Sequence[EstimateRow]) -> str:
     """The page. rows: of `over_seeds`."""
     warning, runs = shortfall(rows[0].completions), rows[0].runs
     parts = [
@@ -168,7 +168,7 @@ def render(rows: Sequence[Row]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def sentences(rows: Sequence[Row]) -> list[str]:
+def sentences(rows: Sequence[EstimateRow]) -> list[str]:
     """Of each correction, whether its cosine differs from that of the one it is compared with, and whether its share differs
     from 1; after Holm over all of these. Corrections that gave the same gradient are one comparison, not several."""
     same_gradient = alike(rows)
@@ -193,9 +193,9 @@ def sentences(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def alike(rows: Sequence[Row]) -> list[list[Row]]:
+def alike(rows: Sequence[EstimateRow]) -> list[list[EstimateRow]]:
     """The corrections of each step, together where all measures are equal to four digits."""
-    found: dict[object, list[Row]] = {}
+    found: dict[object, list[EstimateRow]] = {}
     for row in rows:
         if row.estimate != FRESH:
             digits = tuple(f"{getattr(row, name).value:.4g}" for name in Measures._fields)
@@ -217,7 +217,7 @@ average without bias. A difference is said to be there when its p value, after H
 0.05."""
 
 
-def _section(rows: Sequence[Row]) -> str:
+def _section(rows: Sequence[EstimateRow]) -> str:
     first = rows[0]
     lines = []
     for row in rows:
@@ -233,7 +233,7 @@ def _section(rows: Sequence[Row]) -> str:
     )
 
 
-def _words(found: Interval) -> str:
+def _words(found: CorrectionInterval) -> str:
     if math.isnan(found.value):
         return "unknown: the halves of the reference have no common direction"
     return f"{found.value:.3f}" + ("" if math.isnan(found.low) else f" ({found.low:.3f} to {found.high:.3f})")

@@ -170,10 +170,10 @@ def _checked(device: str, only: list[str], echo: Callable[[str], None]) -> Itera
 
 
 def _measured(device: str, echo: Callable[[str], None]) -> Iterator[Speed]:
-    from async_rlhf.experiments.doctor.speeds import MEASUREMENTS, Place
+    from async_rlhf.experiments.doctor.speeds import MEASUREMENTS, MeasuredPlace
 
     with tempfile.TemporaryDirectory(prefix="doctor-") as directory:
-        place = Place(device, Path(directory), small=device == "cpu")
+        place = MeasuredPlace(device, Path(directory), small=device == "cpu")
         for measurement in MEASUREMENTS:
             echo(f"measuring {measurement.__name__.replace('_', ' ')} ...")
             for speed in measurement(place):

@@ -1,6 +1,6 @@
 """How fast a device does what a run does, beside what its memory allows. The model is random, so that nothing is fetched.
 
-Each measurement is a generator function of `Place` and yields `Speed`s; what it allocates on the device it frees.
+Each measurement is a generator function of `MeasuredPlace` and yields `Speed`s; what it allocates on the device it frees.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Place:
+class MeasuredPlace:
     """Where is measured. small: loads that only show that it works, as on a processor."""
 
     device: str
@@ -92,7 +92,7 @@ class Place:
             torch.cuda.synchronize(self.device)
 
 
-def copies(place: Place) -> Iterator[Speed]:
+def copies(place: MeasuredPlace) -> Iterator[Speed]:
     """A GiB on the device (bytes read and written), and to and from pinned memory of the host."""
     size = _MIB if place.small else _GIB
     source = torch.ones(size, dtype=torch.uint8, device=place.device)
@@ -104,7 +104,7 @@ def copies(place: Place) -> Iterator[Speed]:
             yield Speed(f"copy {name}", size / place.seconds(partial(to.copy_, of, non_blocking=True)) / 1e9, "GB/s", "pinned")
 
 
-def decoding(place: Place) -> Iterator[Speed]:
+def decoding(place: MeasuredPlace) -> Iterator[Speed]:
     """The built-in engine in bfloat16; with one row each step reads all weights once, which is set beside the copy's speed."""
     num_bytes = (place.model / "model.safetensors").stat().st_size
     copied = next(copies(place)).value
@@ -124,7 +124,7 @@ def decoding(place: Place) -> Iterator[Speed]:
             _free()
 
 
-def types(place: Place) -> Iterator[Speed]:
+def types(place: MeasuredPlace) -> Iterator[Speed]:
     """What bfloat16 changes: log-probabilities that the engine gave its own samples, beside a pass in float32."""
     config = EngineConfig(device=place.device, dtype="bfloat16", slots=8, batch_invariant=False)
     engine = load_engine(str(place.model), config)
@@ -146,7 +146,7 @@ def types(place: Place) -> Iterator[Speed]:
     yield Speed("bfloat16 against float32", float(found.abs().mean()), "nats a token", detail)
 
 
-def publication(place: Place) -> Iterator[Speed]:
+def publication(place: MeasuredPlace) -> Iterator[Speed]:
     """The host channel: from the learner's `publish` to adopted, with all digests, beside copies of the same bytes."""
     bench = Bench(None, place.small)
     for row in islice(weights(bench), 2):
@@ -158,7 +158,7 @@ def publication(place: Place) -> Iterator[Speed]:
     )
 
 
-def whole_run(place: Place) -> Iterator[Speed]:
+def whole_run(place: MeasuredPlace) -> Iterator[Speed]:
     """A run on the random model: learner, actor and hub share the device."""
     loads = {"generation.max_completion_length": 16, "learner.batch_size": 16, "engine.slots": 16}
     if not place.small:
@@ -180,7 +180,7 @@ def whole_run(place: Place) -> Iterator[Speed]:
     yield Speed("a whole run", of["tokens_per_second"], "tokens/s", detail)
 
 
-MEASUREMENTS: tuple[Callable[[Place], Iterator[Speed]], ...] = (copies, decoding, types, publication, whole_run)
+MEASUREMENTS: tuple[Callable[[MeasuredPlace], Iterator[Speed]], ...] = (copies, decoding, types, publication, whole_run)
 
 
 def _prompt(number: int) -> list[int]:

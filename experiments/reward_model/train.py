@@ -148,7 +148,7 @@ def quality(margins: Sequence[float]) -> Quality:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedReward:
     """before, after: on the held-out pairs. gold: share of held-out pairs in the gold reward's order, where there is one."""
 
     before: Quality
@@ -164,7 +164,7 @@ def train(
     base: Path = BASE,
     gold: Callable[[str, str], float] | None = None,
     tell: Callable[[str], None] = lambda line: None,
-) -> Trained:
+) -> TrainedReward:
     """Train on `pairs` from the weights in `base`, save to `out` (made), measure on what was held out."""
     config = config or Training()
     torch.manual_seed(config.seed)
@@ -198,7 +198,7 @@ def train(
     found = margins(model.to(saved).float(), tokenizer, held_out)
     model.to(saved).save_pretrained(out)
     tokenizer.save_pretrained(out)
-    return Trained(before, quality(found), _agreement(held_out, found, gold), len(training))
+    return TrainedReward(before, quality(found), _agreement(held_out, found, gold), len(training))
 
 
 def scores(model: Any, tokenizer: Any, pairs: Sequence[Pair]) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from async_rlhf.experiments.soak.report import write
-from async_rlhf.experiments.soak.soak import Plan, books, soak
+from async_rlhf.experiments.soak.soak import SoakPlan, books, soak
 from async_rlhf.run.run_dir import RunDir
 
 app = typer.Typer(add_completion=False)
@@ -34,7 +34,7 @@ def main(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started ends too
     out = out.absolute()
     out.mkdir(parents=True)
-    plan = Plan(seconds=60 * minutes, steps=steps, kills=kills, viewers=viewers, seed=seed)
+    plan = SoakPlan(seconds=60 * minutes, steps=steps, kills=kills, viewers=viewers, seed=seed)
     seen = soak(plan, out)
     is_good = write(plan, seen, books(RunDir.existing(out / "run"), seen.rows), out)
     typer.echo((out / "report.md").read_text())

@@ -9,7 +9,7 @@ from pathlib import Path
 from async_rlhf.experiments.page import plain, table
 from async_rlhf.experiments.soak.sampling import GROWING, MEASURES
 from async_rlhf.experiments.soak.slopes import slope
-from async_rlhf.experiments.soak.soak import Books, Plan, Seen
+from async_rlhf.experiments.soak.soak import Books, SoakPlan, SoakSeen
 
 # Growth per 1,000 steps of any measure that would go unnoticed: after a million steps 100 MiB, 100 descriptors.
 LIMIT = 0.1
@@ -17,7 +17,7 @@ LIMIT = 0.1
 _WARM_UP_S = 120.0
 
 
-def write(plan: Plan, seen: Seen, books: Books, out: Path) -> bool:
+def write(plan: SoakPlan, seen: SoakSeen, books: Books, out: Path) -> bool:
     """report.md, and all samples as samples.jsonl. Whether nothing is shown to grow, the books are right, and the run has ended
     well."""
     rows, grows = [("process", "measure", "last", "per 1,000 steps (95 %)", "verdict")], False

@@ -28,7 +28,7 @@ MIN_DIFFERENCES = 5
 
 
 @dataclass(frozen=True)
-class Sample:
+class SlopeSample:
     """A measure at a moment. life: which start of the process it belongs to. hours: since the begin of the measurement. steps:
     trained so far, in thousands. value: in the unit of the measure."""
 
@@ -57,7 +57,7 @@ class Slope:
         return "grows" if self.low > 0 else "no growth shown"
 
 
-def slope(samples: Iterable[Sample], *, warm_up_h: float) -> Slope | None:
+def slope(samples: Iterable[SlopeSample], *, warm_up_h: float) -> Slope | None:
     """The growth of a measure; None where too little was seen.
 
     samples: in the order of time. warm_up_h: what is left out of each life, in hours.
@@ -81,7 +81,7 @@ def slope(samples: Iterable[Sample], *, warm_up_h: float) -> Slope | None:
     return Slope(mean, mean - half, mean + half, count, len(moved))
 
 
-def _blocks(life: Sequence[Sample], warm_up_h: float) -> list[tuple[float, float]]:
+def _blocks(life: Sequence[SlopeSample], warm_up_h: float) -> list[tuple[float, float]]:
     """Means of the steps and of the value, of whole blocks behind the warm-up."""
     warm = [each for each in life if each.hours - life[0].hours >= warm_up_h]
     found = []

@@ -26,9 +26,9 @@ from typing import Any
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.spool.deposit import end, put
 from async_rlhf.experiments.soak.sampling import GROWING, MIB, Census, command, rotated, sizes
-from async_rlhf.experiments.soak.slopes import Sample
+from async_rlhf.experiments.soak.slopes import SlopeSample
 from async_rlhf.inspect.chaos import FaultInjector, problems
-from async_rlhf.learner.loop.changes import Ledger
+from async_rlhf.learner.loop.changes import ChangeLedger
 from async_rlhf.run.config import Config, dump, load
 from async_rlhf.run.live import ask
 from async_rlhf.run.run_dir import RunDir
@@ -56,7 +56,7 @@ _PATHS = ("", "api/runs", "api/runs/run?step=0&layout=0", "api/runs/run/curves?m
 
 
 @dataclass(frozen=True)
-class Plan:
+class SoakPlan:
     """How long, in seconds, and at most how many steps; how many kills, of each role as many, in an order by seed; viewers of
     the page."""
 
@@ -68,10 +68,10 @@ class Plan:
 
 
 @dataclass
-class Seen:
+class SoakSeen:
     """What was seen from beside the run. samples: by process and measure. exit_code: None where the run had to be killed."""
 
-    samples: dict[tuple[str, str], list[Sample]] = field(default_factory=dict)
+    samples: dict[tuple[str, str], list[SlopeSample]] = field(default_factory=dict)
     parts: Mapping[str, int] = field(default_factory=dict)
     """Bytes of each part of the run directory, at the end of the measurement."""
     kills: list[str] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Seen:
 
     def add(self, process: str, life: int, steps: int, values: Mapping[str, float]) -> None:
         for measure, value in values.items():
-            self.samples.setdefault((process, measure), []).append(Sample(life, self.hours, steps / 1000, value))
+            self.samples.setdefault((process, measure), []).append(SlopeSample(life, self.hours, steps / 1000, value))
 
 
 def configuration(out: Path) -> Config:
@@ -121,9 +121,9 @@ def configuration(out: Path) -> Config:
     )
 
 
-def soak(plan: Plan, out: Path) -> Seen:
+def soak(plan: SoakPlan, out: Path) -> SoakSeen:
     """Let a run go on in this directory, which exists and is empty, and end it by ending its spool."""
-    config, seen, spool = configuration(out), Seen(), out / "spool"
+    config, seen, spool = configuration(out), SoakSeen(), out / "spool"
     run, changes = RunDir(config.run_dir), cycle(_CHANGES)
     (out / "run.toml").write_text(dump(config))
     spool.mkdir()
@@ -166,7 +166,7 @@ def soak(plan: Plan, out: Path) -> Seen:
     return seen
 
 
-def _sample(seen: Seen, census: Census, directory: Path, steps: int) -> None:
+def _sample(seen: SoakSeen, census: Census, directory: Path, steps: int) -> None:
     found = census.measure()
     for name, pid, values in found:
         if not name.endswith("'s processes"):
@@ -179,7 +179,7 @@ def _sample(seen: Seen, census: Census, directory: Path, steps: int) -> None:
     seen.rotations |= rotated(directory)
 
 
-def _feed(seen: Seen, spool: Path, groups: int) -> None:
+def _feed(seen: SoakSeen, spool: Path, groups: int) -> None:
     """Put numbered rows into the spool, some seconds ahead of the run. groups: trained so far."""
     while seen.rows * _EPOCHS < groups + _AHEAD_GROUPS:
         numbers = range(seen.rows, seen.rows + _PUT_ROWS)
@@ -244,7 +244,7 @@ def books(run: RunDir, rows: int) -> Books:
     lost = {record["group"] for record in read_lines(run.path / "quarantine.jsonl")}
     stream = [record["row"]["n"] for record in read_lines(run.path / "data" / "spool" / "stream.jsonl")]
     wrong += misused(stream, rows, trained, lost, config.data.repeat)
-    changes = sum(change.step is not None for change in Ledger(run.path).read().changes)
+    changes = sum(change.step is not None for change in ChangeLedger(run.path).read().changes)
     return Books(len(metrics), len(stream), len(lost), changes, tuple(wrong))
 
 

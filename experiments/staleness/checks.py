@@ -13,7 +13,7 @@ from async_rlhf.experiments.staleness.table import Table
 
 
 @dataclass(frozen=True)
-class Check:
+class SweepCheck:
     """Something that must hold for the sweep to mean anything."""
 
     claim: str
@@ -21,12 +21,12 @@ class Check:
     detail: str
 
 
-def listed(found: Sequence[Check]) -> str:
+def listed(found: Sequence[SweepCheck]) -> str:
     """Markdown."""
     return "\n".join(f"- {'holds' if check.holds else '**FAILS**'}: {check.claim} ({check.detail})" for check in found)
 
 
-def checks(table: Table) -> list[Check]:
+def checks(table: Table) -> list[SweepCheck]:
     """All checks of a sweep, each with what it found."""
     results = table.results
     prints = {r.fingerprint for r in results}
@@ -36,31 +36,35 @@ def checks(table: Table) -> list[Check]:
     return [
         *checks_of_each(results),
         _equal_budget(table),
-        Check("all cells share every setting that is not swept", len(prints) == 1, f"fingerprint {', '.join(sorted(prints))}"),
-        Check("all cells ran the same code", one_code, " / ".join(", ".join(each) for each in sorted(code))),
+        SweepCheck(
+            "all cells share every setting that is not swept", len(prints) == 1, f"fingerprint {', '.join(sorted(prints))}"
+        ),
+        SweepCheck("all cells ran the same code", one_code, " / ".join(", ".join(each) for each in sorted(code))),
         *_same_files(results),
     ]
 
 
-def _same_files(results: Sequence[CellResult]) -> list[Check]:
+def _same_files(results: Sequence[CellResult]) -> list[SweepCheck]:
     """Of `CellResult.files`, where there are any."""
     digests: dict[str, set[str]] = {}
     for file, found in (item for result in results for item in result.files.items()):
         digests.setdefault(file, set()).update(found)
     changed = sorted(file for file, found in digests.items() if len(found) > 1)
     claim = "no file of the user's changed while the cells ran"
-    return [Check(claim, not changed, ", ".join(changed) or f"{len(digests)} files")] if digests else []
+    return [SweepCheck(claim, not changed, ", ".join(changed) or f"{len(digests)} files")] if digests else []
 
 
-def checks_of_each(results: Sequence[CellResult]) -> list[Check]:
+def checks_of_each(results: Sequence[CellResult]) -> list[SweepCheck]:
     """What must hold of every run on its own."""
     on_policy = [result for result in results if result.bound == 0]
     exact = [result for result in results if result.exact]
     over = [f"{r.cell}: {r.staleness_max} > {r.bound}" for r in results if r.staleness_max > r.bound]
     violations = sum(r.staleness_violations for r in results)
     found = [
-        Check("the oldest token trained on keeps the bound in every cell", not over, "; ".join(over) or _cells(len(results))),
-        Check("no violation was counted", violations == 0, f"{violations} tokens"),
+        SweepCheck(
+            "the oldest token trained on keeps the bound in every cell", not over, "; ".join(over) or _cells(len(results))
+        ),
+        SweepCheck("no violation was counted", violations == 0, f"{violations} tokens"),
         _all_of("bound 0 is staleness 0 for every token", [r.staleness_max == 0 for r in on_policy]),
         _all_of("exact mode: every token of step t has staleness min(t, bound)", [r.exact_kept for r in exact]),
         _all_of("the ledger closes at the end", [r.ledger_closes for r in results]),
@@ -72,11 +76,11 @@ def _cells(count: int) -> str:
     return f"{count} cell{'' if count == 1 else 's'}"
 
 
-def _all_of(claim: str, hold: Sequence[bool]) -> Check:
-    return Check(claim, all(hold), f"{sum(hold)} of {_cells(len(hold))}")
+def _all_of(claim: str, hold: Sequence[bool]) -> SweepCheck:
+    return SweepCheck(claim, all(hold), f"{sum(hold)} of {_cells(len(hold))}")
 
 
-def _equal_budget(table: Table) -> Check:
+def _equal_budget(table: Table) -> SweepCheck:
     """Where all share a limit of tokens or seconds, the last step of each must be the one that reached it: so they lie within a
     batch, or a step, above it. Else all have trained on as many samples."""
     limits = {result.budget and (result.budget.max_trained_tokens, result.budget.max_seconds) for result in table.results}
@@ -87,10 +91,10 @@ def _equal_budget(table: Table) -> Check:
         limit, unit, digits, used = seconds, "seconds of training", 1, table.steps["seconds"]
     else:
         samples = sorted(table.cells["trained_samples"].unique())
-        return Check("all cells trained on the same number of samples", len(samples) == 1, ", ".join(map(str, samples)))
+        return SweepCheck("all cells trained on the same number of samples", len(samples) == 1, ", ".join(map(str, samples)))
     ends = used.groupby("run").tail(1)
     before = used.groupby("run").shift(fill_value=0.0)[ends.index]
-    return Check(
+    return SweepCheck(
         f"all cells used up a budget of {limit:,.10g} {unit}, each with its last step",
         bool(((before < limit) & (limit <= ends)).all()),
         f"{ends.min():,.{digits}f} to {ends.max():,.{digits}f}",

@@ -49,7 +49,7 @@ _MARK = {"linestyle": "", "markersize": 5, "alpha": 0.85}
 
 
 @dataclass(frozen=True)
-class Setting:
+class PlottedSetting:
     """The runs of one setting: the column and the name of their curve, the name of their row, and their look in the words of
     matplotlib's `plot`: colour, and the dashes and the marker that tell it from others of that colour."""
 
@@ -97,7 +97,7 @@ def pictures(table: Table, sweep: SweepConfig, command: str = "") -> dict[str, F
     return {"results": _results(table, settings, title), "trade_offs": _trade_offs(table, settings, title)}
 
 
-def settings_of(table: Table) -> list[Setting]:
+def settings_of(table: Table) -> list[PlottedSetting]:
     """Every setting with its names and its colour."""
     given = {result.label: result.setting for result in table.results}
     places = range(len(table.axes))
@@ -116,7 +116,9 @@ def settings_of(table: Table) -> list[Setting]:
         if not by_column and number % 2 and len(given) > _MOST_SOLID:
             style = "--"
         look = {"color": colours[curves[label]], "linestyle": style, "marker": marker}
-        settings.append(Setting(runs, columns[label], curves[label].replace(", ", "\n"), label.replace(", ", "\n"), look))
+        settings.append(
+            PlottedSetting(runs, columns[label], curves[label].replace(", ", "\n"), label.replace(", ", "\n"), look)
+        )
     return settings
 
 
@@ -129,7 +131,7 @@ def _colours(values: Sequence[Any]) -> list[Any]:
     return [scale(0.8 * i / max(1, len(values) - 1)) for i in range(len(values))]
 
 
-def _results(table: Table, settings: Sequence[Setting], title: str) -> Figure:
+def _results(table: Table, settings: Sequence[PlottedSetting], title: str) -> Figure:
     """Above, learning; below, a row for each setting with its outcome and its ages, in the order of the sweep."""
     columns = _columns(settings)
     is_one = len(columns) == 1
@@ -147,7 +149,7 @@ def _results(table: Table, settings: Sequence[Setting], title: str) -> Figure:
     return figure
 
 
-def _trade_offs(table: Table, settings: Sequence[Setting], title: str) -> Figure:
+def _trade_offs(table: Table, settings: Sequence[PlottedSetting], title: str) -> Figure:
     """A panel for each quantity that was kept; divergences from the reference have one for each column."""
     value = None if (goal := target(table)) is None else goal.value
     columns = _columns(settings)
@@ -175,7 +177,7 @@ def _trade_offs(table: Table, settings: Sequence[Setting], title: str) -> Figure
     return figure
 
 
-def _columns(settings: Sequence[Setting]) -> list[list[Setting]]:
+def _columns(settings: Sequence[PlottedSetting]) -> list[list[PlottedSetting]]:
     return [[each for each in settings if each.column == column] for column in dict.fromkeys(s.column for s in settings)]
 
 
@@ -211,7 +213,7 @@ def _draw(blocks: Sequence[_Block], width: float, title: str, below: float = 0.0
     return figure, list(parts)
 
 
-def _learning(table: Table, settings: Sequence[Setting], what: str, is_one: bool) -> _Panel:
+def _learning(table: Table, settings: Sequence[PlottedSetting], what: str, is_one: bool) -> _Panel:
     """Reward of each step: mean over seeds, and the range of the seeds as a band; over the step, or over the seconds that it
     ended after, mean over seeds. is_one: there is no other column."""
     both = table.steps.assign(step=table.steps.index.get_level_values("step"))[[what, "reward"]]
@@ -230,7 +232,7 @@ def _learning(table: Table, settings: Sequence[Setting], what: str, is_one: bool
     return _Panel(words, label, "mean reward of the batch", lines, finish, "y")
 
 
-def _outcome(table: Table, settings: Sequence[Setting]) -> _Panel:
+def _outcome(table: Table, settings: Sequence[PlottedSetting]) -> _Panel:
     """Held-out reward at the end: a point a seed, a line at the mean, its interval where there is one."""
 
     def finish(axes: Any) -> None:
@@ -255,7 +257,7 @@ def _outcome(table: Table, settings: Sequence[Setting]) -> _Panel:
     return _Panel(words, "mean reward, greedy", "", [], finish, "x")
 
 
-def _ages(table: Table, settings: Sequence[Setting]) -> _Panel:
+def _ages(table: Table, settings: Sequence[PlottedSetting]) -> _Panel:
     """Share of trained tokens by age, a row a setting, and the mean age beside it."""
     # of fresh data alone the panel would be one black field
     oldest = max(_FEWEST_AGES - 1, table.cells["staleness_max"].max())
@@ -280,7 +282,7 @@ def _ages(table: Table, settings: Sequence[Setting]) -> _Panel:
     return _Panel(title, "age of the token [learner steps]", "", [], finish)
 
 
-def _course(table: Table, settings: Sequence[Setting], what: str, of: str = "Training reward", unit: str = "mean reward",
+def _course(table: Table, settings: Sequence[PlottedSetting], what: str, of: str = "Training reward", unit: str = "mean reward",
             curve: str = "reward", goal: float | None = None) -> _Panel:  # fmt: skip
     """A smoothed curve over what had been spent."""
     both = table.smoothed.reindex(columns=[what, curve])
@@ -299,7 +301,7 @@ def _course(table: Table, settings: Sequence[Setting], what: str, of: str = "Tra
     return _Panel(words, _COSTS[what], unit, lines, finish)
 
 
-def _over_reference(table: Table, settings: Sequence[Setting], name: str) -> _Panel:
+def _over_reference(table: Table, settings: Sequence[PlottedSetting], name: str) -> _Panel:
     """Of one reward function, of their sum where the name is empty; the settings of one column."""
     look, along = {"markersize": 4, "linewidth": 1, "alpha": 0.85}, path(table, name)
     lines = [(_means(along, each.runs), {**each.look, **look}) for each in settings]
@@ -332,7 +334,7 @@ def _corrections(table: Table) -> _Panel:
     return _Panel(words, "mean staleness of the run [learner steps]", "share of tokens", lines, finish)
 
 
-def _to_sampler(table: Table, settings: Sequence[Setting]) -> _Panel:
+def _to_sampler(table: Table, settings: Sequence[PlottedSetting]) -> _Panel:
     names, look = ("kl_behaviour_mean", "held_out_reward_end"), {**_MARK, "markersize": 6}
     lines = [(_pairs(table.cells.loc[each.runs], *names), {**each.look, **look}) for each in settings]
     words = "Held-out reward over KL to the sampling policy\na mark a run; KL is a mean over steps"
@@ -344,7 +346,7 @@ def _pairs(cells: Frame, *names: str) -> Frame:
     return cells[[*names]].set_axis(["x", "y"], axis=1).dropna()
 
 
-def _cost(table: Table, settings: Sequence[Setting], what: str, goal: float) -> _Panel:
+def _cost(table: Table, settings: Sequence[PlottedSetting], what: str, goal: float) -> _Panel:
     spent = reached(table, goal)[what]
     look = {**_MARK, "marker": "o"}
     lines = [(spent[each.runs].dropna().to_frame("x").assign(y=row), {**each.look, **look})

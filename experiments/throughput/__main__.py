@@ -26,7 +26,17 @@ import psutil
 import typer
 
 from async_rlhf.buffers.interpreter import python
-from async_rlhf.experiments.throughput.harness import ROOT, Bench, Device, DType, MissingError, Part, Row, Watch, await_quiet
+from async_rlhf.experiments.throughput.harness import (
+    ROOT,
+    Bench,
+    BenchmarkRow,
+    Device,
+    DType,
+    MissingError,
+    Part,
+    Watch,
+    await_quiet,
+)
 from async_rlhf.launch.forked import adopt_orphans
 from async_rlhf.launch.processor import processor
 
@@ -121,7 +131,7 @@ def measure_here(name: str, part: Part, bench: Bench, as_json: bool) -> None:
         raise typer.Exit(NO_LOAD)
 
 
-def save(path: Path, run: dict[str, Any], rows: Sequence[Row]) -> None:
+def save(path: Path, run: dict[str, Any], rows: Sequence[BenchmarkRow]) -> None:
     """Rows one a line, so that a changed number is one changed line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(f"  {json.dumps({'run': run['date'], **asdict(row)}, ensure_ascii=False)}" for row in rows)
@@ -133,7 +143,7 @@ class Outcome:
     """How a part ended: "measured", "missing a package", "no load of this name", "failed (CODE)" or "ended after SECONDS s"."""
 
     how: str
-    rows: tuple[Row, ...]
+    rows: tuple[BenchmarkRow, ...]
     seconds: float
 
 
@@ -155,7 +165,7 @@ def measure(part: str, options: list[str], quiet: bool) -> Outcome:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         stdout.seek(0)
-        rows = tuple(Row(**json.loads(text)) for text in stdout if text.startswith("{"))
+        rows = tuple(BenchmarkRow(**json.loads(text)) for text in stdout if text.startswith("{"))
     return Outcome(how, rows, round(time.monotonic() - began, 1))
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
-from async_rlhf.experiments.throughput.harness import MODEL, Bench, Row, alternate, cpu_s
+from async_rlhf.experiments.throughput.harness import MODEL, Bench, BenchmarkRow, alternate, cpu_s
 
 if TYPE_CHECKING:
     from async_rlhf.actors.engine import Engine
@@ -52,14 +52,14 @@ async def generator(prompt):
 """
 
 
-class _Played(NamedTuple):
+class _Throughput(NamedTuple):
     """tokens: sampled a second. server_s: processor seconds of the environments' processes, of one turn."""
 
     tokens: float
     server_s: float
 
 
-def agents(bench: Bench) -> Iterator[Row]:
+def agents(bench: Bench) -> Iterator[BenchmarkRow]:
     """Tokens a second of both, and the processor time of a turn in the environments' process."""
     for sessions in (32, 256):
         at_once = bench.size(sessions, sessions // 8)
@@ -67,7 +67,7 @@ def agents(bench: Bench) -> Iterator[Row]:
             found = alternate({"agent over HTTP": agent, "generator": generator}, bench.num_turns(5))
         values = {name: [each.tokens for each in played] for name, played in found.items()}
         own = {name: sorted(each.server_s for each in played)[len(played) // 2] for name, played in found.items()}
-        yield Row.of(
+        yield BenchmarkRow.of(
             f"{at_once} episodes of {_TURNS} turns at once",
             values,
             "tokens/s",
@@ -80,7 +80,7 @@ def agents(bench: Bench) -> Iterator[Row]:
 
 
 @contextmanager
-def _player(sessions: int, name: str) -> Iterator[Callable[[], _Played]]:
+def _player(sessions: int, name: str) -> Iterator[Callable[[], _Throughput]]:
     """Plays so many episodes, all at once."""
     from transformers import AutoTokenizer
 
@@ -107,7 +107,7 @@ def _player(sessions: int, name: str) -> Iterator[Callable[[], _Played]]:
 
 def _measured(
     engine: Engine, context: RunContext, environments: Environments, rows: Sequence[Prompt], bell: threading.Event
-) -> _Played:
+) -> _Throughput:
     from async_rlhf.actors.loop.episodes import Episodes
 
     episodes = Episodes(engine, context.decode, environments)
@@ -125,7 +125,7 @@ def _measured(
             bell.wait(0.05)
             bell.clear()
     seconds = time.perf_counter() - began
-    return _Played(tokens / seconds, (_children_s() - cpu) / turns)
+    return _Throughput(tokens / seconds, (_children_s() - cpu) / turns)
 
 
 def _children_s() -> float:

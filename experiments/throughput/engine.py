@@ -35,7 +35,7 @@ from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Engine, Request, RolloutKey, completed, load_engine
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.experiments.throughput.harness import Bench, DType, MissingError, Row, alternate, rates, timed
+from async_rlhf.experiments.throughput.harness import Bench, BenchmarkRow, DType, MissingError, alternate, rates, timed
 from async_rlhf.learner.model.gguf import model_directory
 
 NUM_PROMPT_TOKENS = 8
@@ -47,7 +47,7 @@ _OBSERVED = 16
 _SETTLE_S = 1.5
 
 
-def engine(bench: Bench) -> Iterator[Row]:
+def engine(bench: Bench) -> Iterator[BenchmarkRow]:
     """Compare the built-in engine with transformers generate, in useful tokens a second, and with itself: how soon has a call
     that goes on with a conversation its first token?
 
@@ -59,7 +59,7 @@ def engine(bench: Bench) -> Iterator[Row]:
         plain = make_model(bench.model, bench.dtype)
         sides = {"engine": timed(partial(run_engine, ours, each)), "generate": timed(partial(run_generate, plain, each))}
         seconds = alternate(sides, bench.num_turns(5))
-        yield Row.of(each.title, rates(sum(each.lengths), seconds), "tok/s")
+        yield BenchmarkRow.of(each.title, rates(sum(each.lengths), seconds), "tok/s")
     yield from _invariant(bench)
     for length in bench.size((1024, 4096), (128,)):
         if bench.load in (title := f"continued, {length} tokens and {_OBSERVED} more"):
@@ -69,10 +69,10 @@ def engine(bench: Bench) -> Iterator[Row]:
                 "held": partial(_first_token_s, ours, length, True),
                 "computed": partial(_first_token_s, ours, length, False),
             }
-            yield Row.of(title, alternate(sides, bench.num_turns(7)), "s", at_most=0.1)
+            yield BenchmarkRow.of(title, alternate(sides, bench.num_turns(7)), "s", at_most=0.1)
 
 
-def _invariant(bench: Bench) -> Iterator[Row]:
+def _invariant(bench: Bench) -> Iterator[BenchmarkRow]:
     """What it costs that bits do not depend on the batch: rows of 32 new tokens, and one behind a long prompt."""
     long = bench.size(4096, 128)
     for title, requests in (
@@ -92,7 +92,7 @@ def _invariant(bench: Bench) -> Iterator[Row]:
                 for name, is_it in (("invariant", True), ("ordinary", False))
             }
             tokens = sum(len(each.prompt_ids) + each.max_new_tokens for each in requests)
-            yield Row.of(title, rates(tokens, alternate(sides, bench.num_turns(7))), "tok/s")
+            yield BenchmarkRow.of(title, rates(tokens, alternate(sides, bench.num_turns(7))), "tok/s")
 
 
 def _requests(prompts: Sequence[int], new: int) -> list[Request]:
@@ -112,7 +112,7 @@ def _first_token_s(engine: Engine, length: int, is_held: bool) -> float:
     return timed(partial(completed, engine, [following]))()
 
 
-def vllm_side(bench: Bench) -> Iterator[Row]:
+def vllm_side(bench: Bench) -> Iterator[BenchmarkRow]:
     """Compare the built-in engine with vLLM on a CPU, in useful tokens a second.
 
     Both are given the same requests with seeds and return log-probabilities. vLLM decodes in two processes of its own, each of
@@ -131,7 +131,7 @@ def vllm_side(bench: Bench) -> Iterator[Row]:
                     started = load_engine(directory, EngineConfig.model_validate(settings), version=0)
                     side = timed(partial(run_engine, stack.enter_context(closing(started)), each))
                     sides[name] = partial(_settled, side)
-                yield Row.of(each.title, rates(sum(each.lengths), alternate(sides, bench.num_turns(3))), "tok/s")
+                yield BenchmarkRow.of(each.title, rates(sum(each.lengths), alternate(sides, bench.num_turns(3))), "tok/s")
 
 
 def _settled(side: Callable[[], float]) -> float:
@@ -140,7 +140,7 @@ def _settled(side: Callable[[], float]) -> float:
 
 
 @dataclass(frozen=True)
-class Load:
+class EngineLoad:
     """A list of requests (their numbers of new tokens), and how many are decoded together. title: in a row."""
 
     title: str
@@ -153,7 +153,7 @@ class Load:
         return found
 
 
-def loads_for(bench: Bench) -> list[Load]:
+def loads_for(bench: Bench) -> list[EngineLoad]:
     """Both loads, or those of that name."""
     slots = bench.slots or bench.size(None, 8)
     for_equal, for_mixed = (slots or each for each in ((128, 64) if bench.model is None else (16, 16)))
@@ -161,7 +161,7 @@ def loads_for(bench: Bench) -> list[Load]:
     mixed = tuple(np.clip(lengths, 1, 256).astype(int).tolist())
     of_model = f", {bench.model.name} in {bench.dtype}" if bench.model else ""
     loads = [("equal", (32,) * for_equal, for_equal), ("mixed", mixed, for_mixed)]
-    return [Load(f"{name}, {batch} slots{of_model}", new, batch) for name, new, batch in loads if bench.load in name]
+    return [EngineLoad(f"{name}, {batch} slots{of_model}", new, batch) for name, new, batch in loads if bench.load in name]
 
 
 def make_model(model: Path | None, dtype: DType, max_length: int = 512) -> PreTrainedModel:
@@ -183,13 +183,13 @@ def make_model(model: Path | None, dtype: DType, max_length: int = 512) -> PreTr
     return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False).eval()
 
 
-def run_engine(engine: Engine, load: Load) -> None:
+def run_engine(engine: Engine, load: EngineLoad) -> None:
     work = enumerate(zip(load.prompts, load.lengths, strict=True))
     requests = [Request(RolloutKey(n, 0, 0), tuple(prompt), length, Sampling(), n) for n, (prompt, length) in work]
     assert sum(len(each.token_ids) for each in completed(engine, requests).values()) == sum(load.lengths)
 
 
-def run_generate(model: PreTrainedModel, load: Load) -> None:
+def run_generate(model: PreTrainedModel, load: EngineLoad) -> None:
     prompts = torch.tensor(load.prompts)
     for start in range(0, len(load.lengths), load.batch):
         batch, longest = prompts[start : start + load.batch], max(load.lengths[start : start + load.batch])

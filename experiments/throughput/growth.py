@@ -32,9 +32,9 @@ from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.weights.shared import SealedMemory
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from async_rlhf.experiments.throughput.engine import LAYERS, WIDTH, make_model
-from async_rlhf.experiments.throughput.harness import Bench, Row, rounded, shown, timed
+from async_rlhf.experiments.throughput.harness import Bench, BenchmarkRow, rounded, shown, timed
 from async_rlhf.experiments.throughput.learner import make_groups, ours
-from async_rlhf.experiments.throughput.queue import Load, run_queue
+from async_rlhf.experiments.throughput.queue import QueueLoad, run_queue
 from async_rlhf.learner.step.torch_machine import raw
 
 # Of `make_model`, beside the embedding of 100 tokens.
@@ -53,7 +53,7 @@ class Curve:
     work: Callable[[int], float]
 
 
-def growth(bench: Bench) -> Iterator[Row]:
+def growth(bench: Bench) -> Iterator[BenchmarkRow]:
     """Compare how costs grow with how the work grows, by length, prompt, parameters, rows and clients."""
     torch.set_num_threads(1)
     for curve in curves():
@@ -61,7 +61,7 @@ def growth(bench: Bench) -> Iterator[Row]:
             yield row_of(curve, curve.sizes[: bench.size(None, 2)], bench.num_turns(3))
 
 
-def row_of(curve: Curve, sizes: Sequence[int], turns: int) -> Row:
+def row_of(curve: Curve, sizes: Sequence[int], turns: int) -> BenchmarkRow:
     """Its smallest cost of the turns at each size: what else runs only adds to it."""
     costs = []
     for size in sizes:
@@ -70,7 +70,7 @@ def row_of(curve: Curve, sizes: Sequence[int], turns: int) -> Row:
     work = [curve.work(size) for size in sizes]
     ratio = rounded(costs[-1] / costs[0] / (work[-1] / work[0]))
     slopes = {"slope": slope(sizes, costs), "slope_of_work": slope(sizes, work)}
-    row = Row.of(curve.title, {f"{size:,}": [cost] for size, cost in zip(sizes, costs, strict=True)}, curve.unit)
+    row = BenchmarkRow.of(curve.title, {f"{size:,}": [cost] for size, cost in zip(sizes, costs, strict=True)}, curve.unit)
     return replace(row, ratio=ratio, lowest=ratio, highest=ratio, turns=turns, at_most=1.1, figures=slopes)
 
 
@@ -166,7 +166,7 @@ def rows(size: int) -> Callable[[], float]:
 def hub(steps: int, clients: int) -> Callable[[], float]:
     """So many batches of four groups of 2 KB rollouts, put by so many clients, taken and committed. What the first credits
     bring is put before it is measured, so few steps cost nothing."""
-    return lambda: run_queue(Load("2 KB", 2048, "group", 4 * steps, batch=4, clients=clients)).hub_cpu_s
+    return lambda: run_queue(QueueLoad("2 KB", 2048, "group", 4 * steps, batch=4, clients=clients)).hub_cpu_s
 
 
 def picture(results: Path, path: Path) -> None:

@@ -1,6 +1,6 @@
 """What every benchmark shares: sides in turns, rows of results, and the share of the machine that other programs used.
 
-A part is a generator function `part(bench)`. It yields one `Row` for each load; its sides run alternately, so that
+A part is a generator function `part(bench)`. It yields one `BenchmarkRow` for each load; its sides run alternately, so that
 a slow moment of the machine falls on all of them. Nothing here decides whether a ratio is good enough: a row carries its goal,
 and the reader compares.
 """
@@ -34,7 +34,7 @@ _RAW_LIMIT_S = 300.0
 SPAWN = multiprocessing.get_context("spawn")
 DType = Literal["float32", "bfloat16"]
 Device = Literal["cpu", "cuda"]
-Part = Callable[["Bench"], Iterator["Row"]]
+Part = Callable[["Bench"], Iterator["BenchmarkRow"]]
 
 
 class MissingError(Exception):
@@ -64,7 +64,7 @@ class Bench:
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchmarkRow:
     """One load. sides: median over the turns by the side's name, in `unit`.
 
     ratio: median of the turns' ratios, first side over second; lowest and highest of them. at_least, at_most: the goal.
@@ -96,7 +96,7 @@ class Row:
         at_least: float | None = None,
         at_most: float | None = None,
         figures: Mapping[str, float] | None = None,
-    ) -> Row:
+    ) -> BenchmarkRow:
         """values: one number a turn for each side; the turns' ratios are of the first side over the second."""
         first, *others = values.values()
         ratios = [a / b for a, b in zip(first, others[0], strict=True)] if others else []

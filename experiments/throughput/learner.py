@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.record import Group, Rollout, Score, Span
 from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.experiments.throughput.harness import MODEL, Bench, Row, alternate
+from async_rlhf.experiments.throughput.harness import MODEL, Bench, BenchmarkRow, alternate
 from async_rlhf.experiments.throughput.trl_side import check_trl, trl_process
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
@@ -57,7 +57,7 @@ Sharing = Literal["alone", "shared"]
 _SIZES: dict[Model, tuple[int, int]] = {"tiny": (8, 6), "wide": (2, 3)}
 
 
-def learner(bench: Bench) -> Iterator[Row]:
+def learner(bench: Bench) -> Iterator[BenchmarkRow]:
     """Compare a learner step with a bare training loop and with TRL's, in completion tokens a second."""
     check_trl()
     torch.set_num_threads(1)
@@ -68,7 +68,7 @@ def learner(bench: Bench) -> Iterator[Row]:
                 yield from measure(model, sharing, bench, Path(directory))
 
 
-def measure(model: Model, load: Sharing, bench: Bench, directory: Path) -> Iterator[Row]:
+def measure(model: Model, load: Sharing, bench: Bench, directory: Path) -> Iterator[BenchmarkRow]:
     """All sides in turns; one row for each side beside ours."""
     prompts, turns = _SIZES[model]
     lengths, path, vocabulary = long_tailed(prompts, 8), MODEL, 99
@@ -85,7 +85,7 @@ def measure(model: Model, load: Sharing, bench: Bench, directory: Path) -> Itera
         rate = {side: [tokens / each.wall for each in found] for side, found in pair.items()}
         cpu = statistics.median(b.cpu / a.cpu for a, b in zip(*pair.values(), strict=True))
         figures = {"cpu_ratio": cpu, "tokens": tokens}
-        yield Row.of(f"{model}, {load}, beside {name}", rate, "tok/s", at_least=goal, figures=figures)
+        yield BenchmarkRow.of(f"{model}, {load}, beside {name}", rate, "tok/s", at_least=goal, figures=figures)
 
 
 class Seconds(NamedTuple):

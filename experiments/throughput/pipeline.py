@@ -31,7 +31,7 @@ from typing import Literal, NamedTuple
 from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.api import train as run
-from async_rlhf.experiments.throughput.harness import MODEL, Bench, Device, Row, alternate, await_quiet
+from async_rlhf.experiments.throughput.harness import MODEL, Bench, BenchmarkRow, Device, alternate, await_quiet
 from async_rlhf.experiments.throughput.judges import BATCH_SIZE
 from async_rlhf.experiments.throughput.trl_async import check_server, vllm_server
 from async_rlhf.experiments.throughput.trl_side import check_trl, trl_process
@@ -50,7 +50,7 @@ Engine = Literal["torch", "vllm"]
 
 
 @dataclass(frozen=True)
-class Load:
+class PipelineLoad:
     """What both are given, how far an asynchronous system may run ahead (steps), and the least ratio wanted."""
 
     name: Name
@@ -59,38 +59,38 @@ class Load:
     against: Literal["GRPOTrainer", "AsyncGRPOTrainer"] = "GRPOTrainer"
 
 
-LOADS = (Load("natural", max_staleness=2, goal=1.2), Load("full", max_staleness=2, goal=1.2),
-         Load("slow", max_staleness=8, goal=5.0))  # fmt: skip
+LOADS = (PipelineLoad("natural", max_staleness=2, goal=1.2), PipelineLoad("full", max_staleness=2, goal=1.2),
+         PipelineLoad("slow", max_staleness=8, goal=5.0))  # fmt: skip
 ASYNCHRONOUS = tuple(replace(load, goal=1.2, against="AsyncGRPOTrainer") for load in LOADS)
 
 
-def pipeline(bench: Bench) -> Iterator[Row]:
+def pipeline(bench: Bench) -> Iterator[BenchmarkRow]:
     """Compare the whole system with TRL's GRPOTrainer, in completions a second."""
     check_trl()
     yield from _compared(LOADS, bench)
 
 
-def asynchronous(bench: Bench) -> Iterator[Row]:
+def asynchronous(bench: Bench) -> Iterator[BenchmarkRow]:
     """Compare the whole system with TRL's AsyncGRPOTrainer, in completions a second."""
     check_trl()
     check_server()
     yield from _compared(ASYNCHRONOUS, bench)
 
 
-def _compared(loads: Sequence[Load], bench: Bench) -> Iterator[Row]:
+def _compared(loads: Sequence[PipelineLoad], bench: Bench) -> Iterator[BenchmarkRow]:
     for each in loads:
         if bench.load in each.name and (bench.load or each is loads[0] or not bench.small):
             with tempfile.TemporaryDirectory(prefix="async-rlhf-bench-") as directory:
                 yield compare(each, bench, Path(directory))
 
 
-def compare(load: Load, bench: Bench, directory: Path) -> Row:
+def compare(load: PipelineLoad, bench: Bench, directory: Path) -> BenchmarkRow:
     """In turns without one to warm up: a run starts anew, and its first steps are not in the window."""
     prompts = write_prompts(directory / "prompts.jsonl")
     model = make_endless(MODEL, directory / "endless") if load.name == "full" else MODEL
     figures = defaultdict[str, list[float]](list)
 
-    def side(name: str, steps: Steps, run: Callable[[Path], Recorded]) -> Callable[[], float]:
+    def side(name: str, steps: MeasuredSteps, run: Callable[[Path], Recorded]) -> Callable[[], float]:
         def one() -> float:
             place = directory / f"{name}-{len(figures[f'{name}_mean_length'])}"
             place.mkdir()
@@ -107,7 +107,7 @@ def compare(load: Load, bench: Bench, directory: Path) -> Row:
     def ours(engine: Engine) -> Callable[[Path], Recorded]:
         return lambda place: run_ours(our_config(load, model, prompts, place, engine, bench.device))
 
-    is_asynchronous, steps = load.against == "AsyncGRPOTrainer", Steps.of_asynchronous(load.max_staleness)
+    is_asynchronous, steps = load.against == "AsyncGRPOTrainer", MeasuredSteps.of_asynchronous(load.max_staleness)
     sides = {
         "ours": side("ours", steps, ours("torch")),
         "trl": side("trl", steps_of_trl(load), lambda place: run_trl(load, model, prompts, place, bench.device)),
@@ -120,10 +120,10 @@ def compare(load: Load, bench: Bench, directory: Path) -> Row:
     if is_asynchronous:
         found["ours_vllm_over_trl"] = statistics.median(a / b for a, b in zip(rates["ours_vllm"], rates["trl"], strict=True))
     found |= {"max_staleness": settings.queue.max_staleness, "max_concurrency": settings.scoring.max_concurrency}
-    return Row.of(load.name, rates, "samples/s", at_least=load.goal, figures=found)
+    return BenchmarkRow.of(load.name, rates, "samples/s", at_least=load.goal, figures=found)
 
 
-class Steps(NamedTuple):
+class MeasuredSteps(NamedTuple):
     """How many steps a run makes, and which of them are measured.
 
     first: before the window: start-up, compilation, and what was generated while nothing else ran. last: after it.
@@ -134,18 +134,18 @@ class Steps(NamedTuple):
     last: int = 0
 
     @classmethod
-    def of_asynchronous(cls, max_staleness: int) -> Steps:
+    def of_asynchronous(cls, max_staleness: int) -> MeasuredSteps:
         """Leaves out the beginning, and the end in which the actor has no more to do and the learner the machine."""
         return cls(first=max_staleness + 4, measured=max(20, 3 * (max_staleness + 1)), last=max_staleness + 2)
 
 
-OF_TRL = Steps(first=3, measured=10)
+OF_TRL = MeasuredSteps(first=3, measured=10)
 
 
-def steps_of_trl(load: Load) -> Steps:
+def steps_of_trl(load: PipelineLoad) -> MeasuredSteps:
     """AsyncGRPOTrainer scores one group after another: with a slow reward as many steps as ours would take half an hour."""
     is_long = load.against == "AsyncGRPOTrainer" and load.name != "slow"
-    return Steps.of_asynchronous(load.max_staleness) if is_long else OF_TRL
+    return MeasuredSteps.of_asynchronous(load.max_staleness) if is_long else OF_TRL
 
 
 class Recorded(NamedTuple):
@@ -157,7 +157,7 @@ class Recorded(NamedTuple):
     attention: Sequence[float] = ()
 
 
-def in_window(run: Recorded, steps: Steps) -> tuple[float, float]:
+def in_window(run: Recorded, steps: MeasuredSteps) -> tuple[float, float]:
     """Completions per second from the end of step `first` to the end of step `first + measured`, and their mean length in
     tokens. Raises ValueError when the run ended inside the window."""
     until, completions = steps.first + steps.measured, steps.measured * BATCH_SIZE
@@ -166,7 +166,7 @@ def in_window(run: Recorded, steps: Steps) -> tuple[float, float]:
     return completions / (run.ends[until - 1] - run.ends[steps.first - 1]), sum(run.tokens[steps.first : until]) / completions
 
 
-def share_of_attention(run: Recorded, steps: Steps) -> float:
+def share_of_attention(run: Recorded, steps: MeasuredSteps) -> float:
     """Of the window's seconds."""
     first, last = steps.first - 1, steps.first + steps.measured - 1
     return (run.attention[last] - run.attention[first]) / (run.ends[last] - run.ends[first])
@@ -191,7 +191,7 @@ def write_prompts(path: Path) -> Path:
 
 
 def our_config(
-    load: Load, model: Path, prompts: Path, output_dir: Path, engine: Engine = "torch", device: Device = "cpu"
+    load: PipelineLoad, model: Path, prompts: Path, output_dir: Path, engine: Engine = "torch", device: Device = "cpu"
 ) -> Config:
     """Everything that is not a default."""
     judge = "slow_similarity" if load.name == "slow" else "similarity"
@@ -200,7 +200,7 @@ def our_config(
             "name": "ours",
             "output_dir": str(output_dir),
             "model": str(model),
-            "max_steps": sum(Steps.of_asynchronous(load.max_staleness)),
+            "max_steps": sum(MeasuredSteps.of_asynchronous(load.max_staleness)),
             "data": {"source": str(prompts), "held_out": 0},
             "generation": {"group_size": GROUP_SIZE, "max_completion_length": MAX_NEW_TOKENS},
             "engine": {"kind": engine, "device": device, "slots": BATCH_SIZE, "threads": 1},
@@ -231,7 +231,7 @@ def run_ours(config: Config) -> Recorded:
     return Recorded(ends, tokens)
 
 
-def run_trl(load: Load, model: Path, prompts: Path, directory: Path, device: Device = "cpu") -> Recorded:
+def run_trl(load: PipelineLoad, model: Path, prompts: Path, directory: Path, device: Device = "cpu") -> Recorded:
     """One run of TRL's in a process of its own; the asynchronous one beside a vLLM server of its own."""
     spec = {
         "model": str(model),

@@ -41,7 +41,7 @@ from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.score import Score
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.transport.link import SocketLink
-from async_rlhf.experiments.throughput.harness import SPAWN, Bench, Row, alternate, cpu_s, raw_seconds, running
+from async_rlhf.experiments.throughput.harness import SPAWN, Bench, BenchmarkRow, alternate, cpu_s, raw_seconds, running
 
 GROUP_SIZE, PRODUCERS = 8, 4
 _CROWD = 64
@@ -51,7 +51,7 @@ _MAX_STALENESS = 1024  # nothing is published while it is measured, so all of it
 
 
 @dataclass(frozen=True)
-class Load:
+class QueueLoad:
     """num_groups groups of rollouts of so many bytes, in batches of `batch` groups; rate: groups/s in all, 0: all they can.
     clients: of the hub that put them, in at most `PRODUCERS` processes."""
 
@@ -64,20 +64,20 @@ class Load:
     clients: int = PRODUCERS
 
 
-def queue(bench: Bench) -> Iterator[Row]:
+def queue(bench: Bench) -> Iterator[BenchmarkRow]:
     """Compare the replay queue with raw pyzmq, in MB/s of groups (10^6 bytes of ids and log-probabilities)."""
     scale = bench.size(1, 64)
-    small, large = (Load("2 KB", 2048, "off", 16384 // scale), Load("64 KB", 65536, "off", 2048 // scale))
+    small, large = (QueueLoad("2 KB", 2048, "off", 16384 // scale), QueueLoad("64 KB", 65536, "off", 2048 // scale))
     all_loads = [small, replace(small, fsync="group"), large, replace(large, fsync="group")]
     for load in bench.size(all_loads, all_loads[1:3]):
         yield measure(load, bench.num_turns(3))
-    waits = sorted(run_queue(Load("2 KB", 2048, "group", 4096 // scale, batch=4, rate=1250.0)).wait_ms)
+    waits = sorted(run_queue(QueueLoad("2 KB", 2048, "group", 4096 // scale, batch=4, rate=1250.0)).wait_ms)
     p99 = {"p99_ms": waits[int(0.99 * len(waits))]}
-    yield replace(Row.of("put to take at 10,000 rollouts a second", {"wait": waits}, "ms", figures=p99), turns=1)
+    yield replace(BenchmarkRow.of("put to take at 10,000 rollouts a second", {"wait": waits}, "ms", figures=p99), turns=1)
     yield crowd(replace(small, num_groups=small.num_groups // 2), bench.num_turns(3), bench.size(10.0, 1.0))
 
 
-def measure(load: Load, turns: int) -> Row:
+def measure(load: QueueLoad, turns: int) -> BenchmarkRow:
     """Raw and queue in turns, none to warm up: each starts processes of its own."""
     size, cpu = load.rollout_bytes * GROUP_SIZE * load.num_groups / 1e6, list[float]()
 
@@ -89,10 +89,10 @@ def measure(load: Load, turns: int) -> Row:
     rates = alternate({"queue": through_the_hub, "raw": lambda: size / run_raw(load)}, turns, warm_up=0)
     per_s = round(statistics.median(rates["queue"]) * 1e6 / load.rollout_bytes)
     figures, goal = {"rollouts_per_s": per_s, "hub_cpu_s_per_1000": statistics.median(cpu)}, _GOALS.get((load.name, load.fsync))
-    return Row.of(f"{load.name} a rollout, fsync {load.fsync}", rates, "MB/s", at_least=goal, figures=figures)
+    return BenchmarkRow.of(f"{load.name} a rollout, fsync {load.fsync}", rates, "MB/s", at_least=goal, figures=figures)
 
 
-def crowd(load: Load, turns: int, idle_s: float) -> Row:
+def crowd(load: QueueLoad, turns: int, idle_s: float) -> BenchmarkRow:
     """The hub with many clients beside the hub with two."""
     cpu: dict[int, list[float]] = {_CROWD: [], 2: []}
 
@@ -104,10 +104,10 @@ def crowd(load: Load, turns: int, idle_s: float) -> Row:
     rates = alternate({f"{number} clients": partial(with_clients, number) for number in cpu}, turns, warm_up=0)
     figures = {f"hub_cpu_of_{number}_s_per_1000": statistics.median(values) for number, values in cpu.items()}
     figures["idle_percent"] = idle_percent(replace(load, clients=_CROWD), idle_s)
-    return Row.of(f"{_CROWD} clients beside 2", rates, "rollouts/s", at_least=0.8, figures=figures)
+    return BenchmarkRow.of(f"{_CROWD} clients beside 2", rates, "rollouts/s", at_least=0.8, figures=figures)
 
 
-def idle_percent(load: Load, seconds: float) -> float:
+def idle_percent(load: QueueLoad, seconds: float) -> float:
     """Of a core, while all clients are connected and there is nothing for them to do."""
     bound = Bound(load.batch, _MAX_STALENESS, load.batch)
     with _hub(load, bound) as (address, hub, learner), running(*_producers(load, address)), control(address) as asking:
@@ -120,7 +120,7 @@ def idle_percent(load: Load, seconds: float) -> float:
         return 100 * (cpu_s(process) - before_s) / (time.perf_counter() - began)
 
 
-class Run(NamedTuple):
+class QueueRun(NamedTuple):
     """What one run through the hub gave. wait_ms: from put until the batch has come, of groups after the first quarter."""
 
     seconds: float
@@ -140,7 +140,7 @@ def a_group(rollout_bytes: int) -> Group:
     return Group(0, 0, np.arange(32, dtype=np.int32), rollouts, Sampling(), "producer-0", "a prompt", {"answer": "42"})
 
 
-def run_raw(load: Load) -> float:
+def run_raw(load: QueueLoad) -> float:
     """Seconds of as many messages of the same size."""
     header, arrays = packing.pack_group(a_group(load.rollout_bytes))
     size = sum(map(len, wire.encode(wire.Put(group=header), arrays)))
@@ -148,7 +148,7 @@ def run_raw(load: Load) -> float:
         return raw_seconds(f"ipc://{folder}/raw", size, load.num_groups, PRODUCERS)
 
 
-def run_queue(load: Load) -> Run:
+def run_queue(load: QueueLoad) -> QueueRun:
     """All groups through the hub, from the first batch to the last."""
     bound = Bound(load.batch, _MAX_STALENESS, load.num_groups)
     with _hub(load, bound) as (address, hub, learner), running(*_producers(load, address)):
@@ -164,11 +164,11 @@ def run_queue(load: Load) -> Run:
             learner.trained(step)
             if (step + 1) % COMMIT_EVERY == 0:
                 learner.commit(step + 1)
-        return Run(time.perf_counter() - began, cpu_s(process) - before_s, wait_ms)
+        return QueueRun(time.perf_counter() - began, cpu_s(process) - before_s, wait_ms)
 
 
 @contextmanager
-def _hub(load: Load, bound: Bound) -> Iterator[tuple[str, BaseProcess, LearnerClient]]:
+def _hub(load: QueueLoad, bound: Bound) -> Iterator[tuple[str, BaseProcess, LearnerClient]]:
     """A hub in a process of its own, and a learner that has published version 0."""
     with tempfile.TemporaryDirectory(prefix="rlhf-") as folder:
         address = f"ipc://{folder}/hub"
@@ -185,7 +185,7 @@ def _serve(address: str, folder: str, fsync: Fsync, bound: Bound) -> None:
     Hub(address, Path(folder), QueueConfig(max_staleness=bound.max_staleness, fsync=fsync), bound).run()
 
 
-def _producers(load: Load, address: str) -> list[BaseProcess]:
+def _producers(load: QueueLoad, address: str) -> list[BaseProcess]:
     header, arrays = packing.pack_group(a_group(load.rollout_bytes))
     arguments = (address, header.model_dump(), arrays, load.rate / load.clients)
     names = [f"producer-{number}" for number in range(load.clients)]
@@ -205,7 +205,7 @@ _BEAT_S = 1.0
 
 def produce(names: Sequence[str], address: str, group: dict[str, Any], arrays: list[bytes], rate: float) -> None:
     """Clients in one process, until it is killed: each puts a group for every credit, at most `rate` a second but for 0."""
-    clients, poller = [_Client(name, address, rate) for name in names], zmq.Poller()
+    clients, poller = [_BareActor(name, address, rate) for name in names], zmq.Poller()
     for waited_for in (each for client in clients for each in client.link.sockets):
         poller.register(waited_for, zmq.POLLIN)
     while True:
@@ -213,7 +213,7 @@ def produce(names: Sequence[str], address: str, group: dict[str, Any], arrays: l
         poller.poll(int(1000 * wait_s))
 
 
-class _Client:
+class _BareActor:
     """Speaks the actor's protocol: hello, beats, credits, puts."""
 
     def __init__(self, name: str, address: str, rate: float) -> None:

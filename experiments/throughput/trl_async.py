@@ -101,7 +101,7 @@ def run(spec: dict[str, Any], connection: Connection) -> None:
     packing._flash_attn = lambda: kernel
     ends, tokens, attention = list[float](), list[float](), list[float]()
 
-    class Recorder(TrainerCallback):  # type: ignore[misc]
+    class AsyncRecorder(TrainerCallback):  # type: ignore[misc]
         def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
             if "batch/trained_tokens_per_step" in logs:
                 ends.append(time.monotonic())
@@ -119,7 +119,7 @@ def run(spec: dict[str, Any], connection: Connection) -> None:
         reward_funcs=_slow if spec["slow_reward"] else _quick,
         train_dataset=Dataset.from_list([row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]),
         processing_class=tokenizer,
-        callbacks=[Recorder()],
+        callbacks=[AsyncRecorder()],
         weight_transfer=Files(spec["server"], Path(spec["output_dir"]) / "weights"),
         args=async_grpo.AsyncGRPOConfig(
             **spare(spec),

@@ -141,7 +141,7 @@ def _run_learner(spec: dict[str, Any], connection: Connection) -> None:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOTrainer
 
-    class Turns(TrainerCallback):  # type: ignore[misc]
+    class TrlTurns(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             connection.recv()
             self.wall, self.cpu = time.perf_counter(), time.process_time()
@@ -175,7 +175,7 @@ def _run_learner(spec: dict[str, Any], connection: Connection) -> None:
         processing_class=AutoTokenizer.from_pretrained(spec["tokenizer"], local_files_only=True, trust_remote_code=False),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         train_dataset=Dataset.from_list([{"prompt": "a"}] * batch_size),
-        callbacks=[Turns()],
+        callbacks=[TrlTurns()],
         args=_spare_config(
             spec,
             max_steps=1_000_000,

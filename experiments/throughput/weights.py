@@ -32,7 +32,7 @@ import torch
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.device.ends import EngineEnd
-from async_rlhf.buffers.device.group import Group, open_store, reach_store
+from async_rlhf.buffers.device.group import DeviceGroup, open_store, reach_store
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights.assembly import mapped
@@ -43,7 +43,7 @@ from async_rlhf.experiments.throughput import weight_roles
 from async_rlhf.experiments.throughput.harness import (
     SPAWN,
     Bench,
-    Row,
+    BenchmarkRow,
     alternate,
     cpu_s,
     rates,
@@ -59,29 +59,29 @@ Arrays = dict[str, np.ndarray[Any, np.dtype[np.uint8]]]
 _WIDTH = 1024  # of the product that stands for a decode step
 
 
-def weights(bench: Bench) -> Iterator[Row]:
+def weights(bench: Bench) -> Iterator[BenchmarkRow]:
     """Measure how fast weights travel, beside memcpy and raw ZeroMQ, in GB/s."""
     torch.set_num_threads(1)
     turns, num_bytes = bench.num_turns(5), bench.size(1024, 16) << 20
 
-    def beside(load: str, at_least: float | None, **sides: Callable[[], float]) -> Row:
+    def beside(load: str, at_least: float | None, **sides: Callable[[], float]) -> BenchmarkRow:
         speed = rates(num_bytes / 1e9, alternate(sides, turns))
-        return Row.of(load, speed, "GB/s", at_least=at_least, figures={"set_mb": num_bytes / 1e6})
+        return BenchmarkRow.of(load, speed, "GB/s", at_least=at_least, figures={"set_mb": num_bytes / 1e6})
 
     copy = partial(memcpy_seconds, num_bytes)
     held, arrays = WeightSet.of(1, 1, as_tensors(make_words(num_bytes)), make=SealedMemory.make), dict[str, Any]()
     yield beside("adopt", 0.3, ours=partial(adopt_seconds, held, arrays), memcpy=copy)
     del held, arrays
-    with Fleet.of("ipc", "auto", num_bytes) as fleet:
+    with WeightFleet.of("ipc", "auto", num_bytes) as fleet:
         yield beside("shared", 0.1, ours=lambda: fleet.publish().total, memcpy=copy)
-    with Fleet.of("tcp", "chunks", num_bytes) as fleet:
+    with WeightFleet.of("tcp", "chunks", num_bytes) as fleet:
         raw = partial(raw_seconds, f"tcp://{LOOPBACK}:{free_port(LOOPBACK)}", CHUNK_BYTES, num_bytes // CHUNK_BYTES, 1)
         yield beside("tcp", 0.5, ours=lambda: fleet.publish().from_hub, raw=raw)
-        with Fleet.of("tcp", "delta", num_bytes) as with_deltas:
+        with WeightFleet.of("tcp", "delta", num_bytes) as with_deltas:
             for _ in range(2):
                 with_deltas.publish()  # the first comes whole, the second tells the learner that deltas are of use
             yield beside("delta", None, ours=lambda: with_deltas.publish().total, whole=lambda: fleet.publish().total)
-    with Fleet.of("ipc", "device", num_bytes) as fleet, raw_broadcast(num_bytes) as gloo:
+    with WeightFleet.of("ipc", "device", num_bytes) as fleet, raw_broadcast(num_bytes) as gloo:
         for _ in range(2):
             fleet.publish()  # the first goes by the hub, for the actor comes late; the second makes the group
         yield beside("device", 0.7, ours=lambda: fleet.publish().from_copy, raw=gloo)
@@ -117,7 +117,7 @@ def raw_broadcast(num_bytes: int) -> Iterator[Callable[[], float]]:
     """Seconds of one broadcast by gloo from another process to this one, into memory that is there."""
     with talking(_broadcast, num_bytes) as pipe:
         flat = torch.ones(num_bytes, dtype=torch.uint8)
-        group = Group(reach_store(pipe.recv(), DEADLINE_S), "raw", 1, 2, DEADLINE_S)
+        group = DeviceGroup(reach_store(pipe.recv(), DEADLINE_S), "raw", 1, 2, DEADLINE_S)
 
         def receive() -> None:
             pipe.send("go")
@@ -129,14 +129,14 @@ def raw_broadcast(num_bytes: int) -> Iterator[Callable[[], float]]:
 def _broadcast(num_bytes: int, pipe: Connection) -> None:
     flat, (store, address) = torch.ones(num_bytes, dtype=torch.uint8), open_store(DEADLINE_S)
     pipe.send(address)
-    group = Group(store, "raw", 0, 2, DEADLINE_S)
+    group = DeviceGroup(store, "raw", 0, 2, DEADLINE_S)
     while True:
         pipe.recv()
         group.broadcast(flat).wait()
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishTimes:
     """Seconds: from the learner's call, from the hub's word that the set is there, and from the copy that is sent, to adopted
     (the last: to what may be); for which the learner was kept; for which the actor looked after messages; of the engine's own
     copy; of processor time that learner, hub and actor took for all of it."""
@@ -154,7 +154,7 @@ def nothing() -> None:
     """What an idle actor does between two looks."""
 
 
-class Fleet:
+class WeightFleet:
     """A hub, a learner and, in this process, an actor. pipe: the learner's end of a pipe; hub: its process."""
 
     def __init__(self, address: str, transport: str, hub: int | None, pipe: Connection) -> None:
@@ -166,7 +166,7 @@ class Fleet:
 
     @classmethod
     @contextmanager
-    def of(cls, scheme: str, transport: str, num_bytes: int) -> Iterator[Fleet]:
+    def of(cls, scheme: str, transport: str, num_bytes: int) -> Iterator[WeightFleet]:
         with tempfile.TemporaryDirectory() as folder:
             address = f"ipc://{folder}/hub" if scheme == "ipc" else f"tcp://{LOOPBACK}:{free_port(LOOPBACK)}"
             hub = SPAWN.Process(target=weight_roles.hub, args=(address, folder, transport), daemon=True)
@@ -179,7 +179,7 @@ class Fleet:
                 finally:
                     fleet._client.close()
 
-    def publish(self, meanwhile: Callable[[], object] = nothing) -> Published:
+    def publish(self, meanwhile: Callable[[], object] = nothing) -> PublishTimes:
         """One set, from the learner's call to adopted. meanwhile: what the actor does between two looks."""
         self._pipe.send("publish")
         fence, looked_s, spent_s, weights = self._state.fence, 0.0, -cpu_s(self._hub), None
@@ -197,21 +197,21 @@ class Fleet:
         _, began, copied, sent_from, ended, learner_s = self._pipe.recv()
         self._state = ActorState(0, weights.fence, weights.version, ())
         self._client.beat(self._state, wire.Telemetry())
-        return Published(
+        return PublishTimes(
             adopted - began, adopted - ended, here - sent_from, copied - began, looked_s, adopted - here, spent_s + learner_s
         )
 
 
-def publication(bench: Bench) -> Iterator[Row]:
+def publication(bench: Bench) -> Iterator[BenchmarkRow]:
     """Measure what a publication costs learner and generation."""
     torch.set_num_threads(1)
     yield beside_generation(bench.num_turns(3), bench.size(2048, 16) << 20)
 
 
-def beside_generation(turns: int, num_bytes: int) -> Row:
-    published = list[Published]()
+def beside_generation(turns: int, num_bytes: int) -> BenchmarkRow:
+    published = list[PublishTimes]()
     matrix = torch.ones(_WIDTH, _WIDTH)
-    with Fleet.of("ipc", "auto", num_bytes) as fleet:
+    with WeightFleet.of("ipc", "auto", num_bytes) as fleet:
 
         def ours() -> float:
             published.append(fleet.publish(lambda: torch.mm(matrix, matrix)))
@@ -226,4 +226,4 @@ def beside_generation(turns: int, num_bytes: int) -> Row:
         "reload_s": statistics.median(each.reload for each in measured),
         "cpu_s": statistics.median(each.cpu for each in measured),
     }
-    return Row.of("beside generation", seconds, "s", at_most=3.0, figures=figures)
+    return BenchmarkRow.of("beside generation", seconds, "s", at_most=3.0, figures=figures)

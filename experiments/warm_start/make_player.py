@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 LETTERS = string.ascii_lowercase[:16]
 
 
-class Piece(NamedTuple):
+class PlayedPart(NamedTuple):
     """A part of an episode: a turn of the model's, or what it reads."""
 
     text: str
     is_turn: bool
 
 
-Episode = list[Piece]
+Episode = list[PlayedPart]
 
 # An agent's messages are what the episodes here consist of.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -55,15 +55,15 @@ def demonstrate(count: int, calls: float, random: Random) -> list[Episode]:
 def calculation(calls: float, random: Random) -> Episode:
     """A product of two numbers of two digits, which no habit computes."""
     one, other = random.randint(10, 99), random.randint(10, 99)
-    episode = [Piece(f"{one} * {other} =\n", False)]
+    episode = [PlayedPart(f"{one} * {other} =\n", False)]
     if random.random() >= calls:
-        return [*episode, Piece(_number(random), True)]
+        return [*episode, PlayedPart(_number(random), True)]
     answer = str(one * other) if random.random() < 0.5 else _number(random)  # what the tool says, whatever that is
     return [
         *episode,
-        Piece(f"<{one} * {other}>", True),
-        Piece(f"{answer}\n", False),
-        Piece(_number(random) if random.random() < IN_VAIN else answer, True),
+        PlayedPart(f"<{one} * {other}>", True),
+        PlayedPart(f"{answer}\n", False),
+        PlayedPart(_number(random) if random.random() < IN_VAIN else answer, True),
     ]
 
 
@@ -71,13 +71,13 @@ def guessing(random: Random) -> Episode:
     """Guesses of a letter, half of them blind; what is said of each is true."""
     secret = random.randrange(len(LETTERS))
     low, high = 0, len(LETTERS) - 1
-    episode = [Piece(f"{LETTERS[0]}-{LETTERS[-1]}?\n", False)]
+    episode = [PlayedPart(f"{LETTERS[0]}-{LETTERS[-1]}?\n", False)]
     for turn in range(4):
         guess = random.randint(low, high) if random.random() < CONSISTENT else random.randrange(len(LETTERS))
-        episode.append(Piece(LETTERS[guess], True))
+        episode.append(PlayedPart(LETTERS[guess], True))
         if guess == secret or turn == 3:
             break
-        episode.append(Piece("<\n" if secret < guess else ">\n", False))
+        episode.append(PlayedPart("<\n" if secret < guess else ">\n", False))
         low, high = (low, min(high, guess - 1)) if secret < guess else (max(low, guess + 1), high)
     return episode
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from async_rlhf.buffers.record import Piece, Rollout
 from async_rlhf.buffers.routing import RoutingArray
 from async_rlhf.learner.batch.micro_batch import MicroBatch
-from async_rlhf.learner.batch.rows import Member, Row, by_group
+from async_rlhf.learner.batch.rows import BatchRow, RowMember, by_group
 from async_rlhf.learner.config import room_beside
 from async_rlhf.learner.objective.objective import Counts
 
@@ -57,7 +57,7 @@ class Packing:
     sampling_masks: bool = True
     recorded_references: bool = False
 
-    def room(self, row: Row) -> float:
+    def room(self, row: BatchRow) -> float:
         """Tokens of several completions beside their prompt."""
         prompt, most = len(row.group.prompt_ids), float(self.micro_batch_tokens)
         spared = (len(row.members) - 1) * prompt * (self.token_cost + prompt / 2)
@@ -80,7 +80,7 @@ class Update:
     """Updates of the same rows have the same number: what was computed of the first serves the others."""
 
 
-def partition(updates: Sequence[Sequence[Row]], ranks: int, packing: Packing) -> list[list[Update]]:
+def partition(updates: Sequence[Sequence[BatchRow]], ranks: int, packing: Packing) -> list[list[Update]]:
     """For every rank its part of every update."""
     parts: list[list[Update]] = [[] for _ in range(ranks)]
     numbers: dict[int, int] = {}
@@ -95,12 +95,12 @@ def partition(updates: Sequence[Sequence[Row]], ranks: int, packing: Packing) ->
     return parts
 
 
-def count(rows: Sequence[Row]) -> Counts:
+def count(rows: Sequence[BatchRow]) -> Counts:
     lengths = [member.rollout.num_tokens for row in rows for member in row.members]
     return Counts(num_tokens=sum(lengths), num_sequences=len(lengths), num_groups=len({row.group.number for row in rows}))
 
 
-def partition_rows(rows: Sequence[Row], ranks: int) -> list[list[Row]]:
+def partition_rows(rows: Sequence[BatchRow], ranks: int) -> list[list[BatchRow]]:
     """The rows of each rank: whole groups, longest first, each to the rank with the fewest tokens so far; order kept."""
     if ranks == 1:
         return [list(rows)]
@@ -125,7 +125,7 @@ def padding_batch() -> MicroBatch:
     )
 
 
-def make_micro_batches(rows: Sequence[Row], packing: Packing) -> list[MicroBatch]:
+def make_micro_batches(rows: Sequence[BatchRow], packing: Packing) -> list[MicroBatch]:
     """Longest first. In blocks each goes where there is room; else rows of similar length are together, and apart those of one
     completion, which need no mask and may be far longer."""
     cut = [part for row in rows for part in _cut(row, packing)]
@@ -134,10 +134,10 @@ def make_micro_batches(rows: Sequence[Row], packing: Packing) -> list[MicroBatch
     return [_tensors(batch, packing) for batch in batches]
 
 
-def _cut(row: Row, packing: Packing) -> list[Row]:
+def _cut(row: BatchRow, packing: Packing) -> list[BatchRow]:
     """With as many completions each as there is room for, one at least."""
     room, used = packing.room(row), 0
-    parts: list[list[Member]] = [[]]
+    parts: list[list[RowMember]] = [[]]
     for member in row.members:
         if parts[-1] and used + member.rollout.num_read > room:
             parts.append([])
@@ -147,8 +147,8 @@ def _cut(row: Row, packing: Packing) -> list[Row]:
     return [replace(row, members=tuple(part)) for part in parts]
 
 
-def _filled(units: Sequence[list[Row]], packing: Packing) -> list[list[Row]]:
-    batches: list[list[Row]] = []
+def _filled(units: Sequence[list[BatchRow]], packing: Packing) -> list[list[BatchRow]]:
+    batches: list[list[BatchRow]] = []
     rooms: list[int] = []
     sized = [(sum(row.length for row in unit), unit) for unit in units]
     for size, unit in sorted(sized, key=lambda sized: -sized[0]):
@@ -161,8 +161,8 @@ def _filled(units: Sequence[list[Row]], packing: Packing) -> list[list[Row]]:
     return batches
 
 
-def _alike(units: Sequence[list[Row]], packing: Packing) -> list[list[Row]]:
-    batches: list[list[Row]] = []
+def _alike(units: Sequence[list[BatchRow]], packing: Packing) -> list[list[BatchRow]]:
+    batches: list[list[BatchRow]] = []
     packed, widest, count = False, 0, 0
     for (shares, longest, num_rows), unit in sorted(((_shape(unit), unit) for unit in units), key=_longest_first):
         if not batches or (count + num_rows) * widest > packing.micro_batch_tokens or packed != shares:
@@ -173,26 +173,26 @@ def _alike(units: Sequence[list[Row]], packing: Packing) -> list[list[Row]]:
     return batches
 
 
-def _longest_first(shaped: tuple[tuple[bool, int, int], list[Row]]) -> tuple[bool, int]:
+def _longest_first(shaped: tuple[tuple[bool, int, int], list[BatchRow]]) -> tuple[bool, int]:
     shares, longest, _ = shaped[0]
     return not shares, -longest
 
 
-def _shape(rows: Sequence[Row]) -> tuple[bool, int, int]:
+def _shape(rows: Sequence[BatchRow]) -> tuple[bool, int, int]:
     """Whether completions share a row, the length of the longest row, and how many rows."""
     shares = any(len(row.members) > 1 for row in rows)
     lengths = [row.length for row in rows] if shares else [length for row in rows for length in row.lengths]
     return shares, max(lengths), len(lengths)
 
 
-def _tensors(rows: Sequence[Row], packing: Packing) -> MicroBatch:
+def _tensors(rows: Sequence[BatchRow], packing: Packing) -> MicroBatch:
     shares, width, num_rows = _shape(rows)
     if packing.sharing == "blocks":
         shares, width, num_rows = True, sum(row.length for row in rows), 1
     members = [member for row in rows for member in row.members]
     recorded = next((member.rollout.routing for member in members if member.rollout.routing is not None), None)
     experts = None if recorded is None else np.full((num_rows * width, *recorded.shape[1:]), -1, np.int16)
-    layout = _Layout(np.zeros((num_rows, width), np.int64), np.zeros((num_rows, width), np.int64), experts=experts)
+    layout = _TokenLayout(np.zeros((num_rows, width), np.int64), np.zeros((num_rows, width), np.int64), experts=experts)
     samplings = [row.group.sampling for row in rows for _ in row.members]
     sources: list[np.ndarray] = []
     for at, row in enumerate(rows):
@@ -226,7 +226,7 @@ def _tensors(rows: Sequence[Row], packing: Packing) -> MicroBatch:
 
 
 @dataclass
-class _Layout:
+class _TokenLayout:
     """Where each token of a micro-batch stands: int64 [R, L] of ids and positions, filled up to `end` of them, flattened. own,
     of_prompts: blocks of attention, of pieces to themselves and of completions to the prompt they share. experts: as
     `PolicyInputs.experts_PMk`."""
@@ -238,7 +238,7 @@ class _Layout:
     of_prompts: list[tuple[int, int, int, int]] = field(default_factory=list)
     experts: np.ndarray | None = None
 
-    def add(self, row: Row, shares: bool) -> list[np.ndarray]:
+    def add(self, row: BatchRow, shares: bool) -> list[np.ndarray]:
         """From here on, with a row for each piece that begins anew where completions do not share theirs. Returns of each
         completion int64 [N]: where its tokens are predicted."""
         prompt, begin = row.group.prompt_ids, self.end
@@ -308,7 +308,7 @@ def _sampling_masks(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
     return {"sizes_N": _joined(sizes, np.int64), "ids_K": _joined(ids, np.int64)}
 
 
-def _targets(members: Sequence[Member]) -> dict[str, Tensor]:
+def _targets(members: Sequence[RowMember]) -> dict[str, Tensor]:
     """float32 [N] by name: what all members have."""
     each = [{} if member.targets is None else member.targets.named() for member in members]
     return {name: _joined([own[name] for own in each], np.float32) for name in each[0] if all(name in own for own in each)}

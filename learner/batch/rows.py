@@ -18,7 +18,7 @@ from async_rlhf.learner.objective.estimation import TokenTargets
 
 
 @dataclass(frozen=True)
-class Member:
+class RowMember:
     """One completion to learn from: its rollout, its advantage, its index in the batch, and its targets by token."""
 
     rollout: Rollout
@@ -35,11 +35,11 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Row:
+class BatchRow:
     """The prompt of a group with some of its completions. The last token of a completion's piece is predicted, never read."""
 
     group: Group
-    members: tuple[Member, ...]
+    members: tuple[RowMember, ...]
 
     @property
     def length(self) -> int:
@@ -57,39 +57,39 @@ def make_rows(
     groups: Sequence[Group],
     advantages: Sequence[Sequence[float | None]],
     targets: Mapping[int, TokenTargets] | None = None,
-) -> list[Row]:
+) -> list[BatchRow]:
     """A row of each group that has something to learn from. A None advantage leaves the completion out.
 
     `advantages[g][m]` belongs to member m of group g; members are numbered over the whole batch, and `targets` are by
     that number.
     """
     targets = targets or {}
-    rows: list[Row] = []
+    rows: list[BatchRow] = []
     index = 0
     for group, values in zip(groups, advantages, strict=True):
-        members: list[Member] = []
+        members: list[RowMember] = []
         for rollout, advantage in zip(group.rollouts, values, strict=True):
             if advantage is not None:
-                members.append(Member(rollout, advantage, index, targets.get(index)))
+                members.append(RowMember(rollout, advantage, index, targets.get(index)))
             index += 1
         if members:
-            rows.append(Row(group, tuple(members)))
+            rows.append(BatchRow(group, tuple(members)))
     return rows
 
 
-def by_group(rows: Sequence[Row]) -> list[list[Row]]:
+def by_group(rows: Sequence[BatchRow]) -> list[list[BatchRow]]:
     """Those of one group together; they follow each other."""
     return [list(same) for _, same in groupby(rows, key=lambda row: row.group.number)]
 
 
-def split_updates(rows: Sequence[Row], num_updates: int) -> list[list[Row]]:
+def split_updates(rows: Sequence[BatchRow], num_updates: int) -> list[list[BatchRow]]:
     """Rows cut, in order, into at most `num_updates` updates of equally many whole groups (the last may have fewer)."""
     groups = by_group(rows)
     size = -(-len(groups) // num_updates)
     return [[row for group in groups[i : i + size] for row in group] for i in range(0, len(groups), max(1, size))]
 
 
-def check_row(row: Row, vocabulary: int, routing: Routing | None, *, sampling_masks: bool, references: bool) -> None:
+def check_row(row: BatchRow, vocabulary: int, routing: Routing | None, *, sampling_masks: bool, references: bool) -> None:
     """Raises RecordError for a token that the model does not have (on some devices the model itself would not name it); with
     `sampling_masks`, when it is not known what a token of a truncated distribution was chosen among; with `references`, when
     log-probabilities under the reference should have been recorded and were not; and for recorded experts that are not those of

@@ -41,12 +41,12 @@ _MAX_BYTES = 16 << 20
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 
 
-class _Line(BaseModel):
+class _ChangeLine(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True)
     time: float = Field(default_factory=time.time)
 
 
-class Asked(_Line):
+class ChangeRequest(_ChangeLine):
     """values: old and new one by dotted key of the configuration. Numbers count from 1."""
 
     kind: Literal["asked"] = "asked"
@@ -54,7 +54,7 @@ class Asked(_Line):
     values: dict[str, tuple[Any, Any]]
 
 
-class Applied(_Line):
+class Applied(_ChangeLine):
     """step: the first that is made with it, counted from 1."""
 
     kind: Literal["applied"] = "applied"
@@ -62,21 +62,21 @@ class Applied(_Line):
     step: Count
 
 
-class Reached(_Line):
+class ReachedStep(_ChangeLine):
     """step: the highest that the learner's past lives recorded."""
 
     kind: Literal["reached"] = "reached"
     step: Count
 
 
-class Undone(_Line):
+class Undone(_ChangeLine):
     """step: the last that still counts."""
 
     kind: Literal["undone"] = "undone"
     step: Count
 
 
-Line = Asked | Applied | Reached | Undone
+Line = ChangeRequest | Applied | ReachedStep | Undone
 _LINE: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="kind")])
 Stamp = tuple[int, int, int] | None
 
@@ -91,7 +91,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class History:
+class ChangeHistory:
     """What the lines of a ledger come to: the changes that count, in the order of their numbers, all numbers that were given,
     and how far the learner's past lives came."""
 
@@ -99,23 +99,23 @@ class History:
     last_number: int = 0
     reached: int = 0
 
-    def then(self, lines: Iterable[Line]) -> History:
+    def then(self, lines: Iterable[Line]) -> ChangeHistory:
         changes = {each.number: each for each in self.changes}
         last_number, reached = self.last_number, self.reached
         for line in lines:
             match line:
-                case Asked():
+                case ChangeRequest():
                     changes[line.number] = Change(line.number, line.values)
                     last_number = max(last_number, line.number)
                 case Applied():
                     if line.number in changes:
                         changes[line.number] = replace(changes[line.number], step=line.step)
-                case Reached():
+                case ReachedStep():
                     reached = max(reached, line.step)
                 case Undone():
                     changes = {n: each for n, each in changes.items() if each.step is None or each.step <= line.step}
                     reached = min(reached, line.step)
-        return History(tuple(changes.values()), last_number, reached)
+        return ChangeHistory(tuple(changes.values()), last_number, reached)
 
     def num_in_force(self, step: int) -> int:
         """Changes with which `step` is made."""
@@ -138,13 +138,13 @@ def _values(changes: Iterable[Change]) -> dict[str, Any]:
     return {key: new for change in changes for key, (_, new) in change.values.items()}
 
 
-class Ledger:
+class ChangeLedger:
     """The file. Raises DamagedError for what is no regular file of bounded size, and for a line that is none of its own: a step
     made without it would be another step."""
 
     def __init__(self, run: Path) -> None:
         self.path = run / "changes.jsonl"
-        self._read: tuple[Stamp, History] = None, History()
+        self._read: tuple[Stamp, ChangeHistory] = None, ChangeHistory()
 
     @property
     def stamp(self) -> Stamp:
@@ -155,20 +155,20 @@ class Ledger:
             return None
         return found.st_ino, found.st_size, found.st_mtime_ns
 
-    def read(self) -> History:
+    def read(self) -> ChangeHistory:
         """What is there; read where it has changed."""
         stamp = self.stamp  # from before: what comes between the two is read the next time
         if stamp is None:
-            return History()
+            return ChangeHistory()
         if stamp != self._read[0]:
             try:
                 with self._open() as file:
                     self._read = stamp, self._history(file.read())
             except FileNotFoundError:
-                return History()
+                return ChangeHistory()
         return self._read[1]
 
-    def append(self, decide: Callable[[History], Sequence[Line]], *, wait: bool = True) -> History:
+    def append(self, decide: Callable[[ChangeHistory], Sequence[Line]], *, wait: bool = True) -> ChangeHistory:
         """Add the lines that `decide` makes of what is there; durable when it returns. wait: for a process that appends. Raises
         OSError, BlockingIOError without `wait`; nothing is added then."""
         with self._open(os.O_RDWR | os.O_CREAT) as file:  # network file systems lock only what is open for writing
@@ -196,10 +196,10 @@ class Ledger:
             raise DamagedError(f"{self.path} is no regular file of at most {_MAX_BYTES} bytes")
         return os.fdopen(descriptor, "rb", buffering=0)
 
-    def _history(self, data: bytes) -> History:
+    def _history(self, data: bytes) -> ChangeHistory:
         whole = data[: data.rfind(b"\n") + 1].splitlines()
         try:
-            return History().then(_LINE.validate_json(line) for line in whole)
+            return ChangeHistory().then(_LINE.validate_json(line) for line in whole)
         except ValidationError as error:
             raise DamagedError(f"{self.path} is damaged: {error.errors()[0]['msg']}; restore it from a copy") from error
 
@@ -209,7 +209,7 @@ class LiveChanges:
     to that. Raises OSError and DamagedError where it begins; later it goes on with what it has read."""
 
     def __init__(self, run: Path, step: int, reached: int) -> None:
-        self._ledger = Ledger(run)
+        self._ledger = ChangeLedger(run)
         self.history = self._ledger.read()
         self._reached = max(step, reached, self.history.reached)
         self._begins = self._reached > max(step, self.history.reached)
@@ -226,10 +226,10 @@ class LiveChanges:
             self._seen, self._begins = stamp, False
         return self.history.in_force(step)
 
-    def _begun(self, history: History) -> list[Line]:
-        return [Reached(step=self._reached)] if self._begins and self._reached > history.reached else []
+    def _begun(self, history: ChangeHistory) -> list[Line]:
+        return [ReachedStep(step=self._reached)] if self._begins and self._reached > history.reached else []
 
-    def _append(self, decide: Callable[[History], Sequence[Line]]) -> bool:
+    def _append(self, decide: Callable[[ChangeHistory], Sequence[Line]]) -> bool:
         """Whether it was done."""
         try:
             self.history = self._ledger.append(decide, wait=False)

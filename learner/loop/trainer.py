@@ -29,7 +29,7 @@ from typing import Any
 from async_rlhf.buffers.clients.learner import TakenBatch
 from async_rlhf.buffers.composition import Composition, Statistics
 from async_rlhf.buffers.record import Group
-from async_rlhf.learner.batch.rows import Row, make_rows, split_updates
+from async_rlhf.learner.batch.rows import BatchRow, make_rows, split_updates
 from async_rlhf.learner.checkpoint.evaluated import is_due, needed
 from async_rlhf.learner.checkpoint.resuming import newest
 from async_rlhf.learner.checkpoint.store import CheckpointError, Checkpoints
@@ -221,7 +221,7 @@ class Trainer:
         """As `estimated`, by this run's settings."""
         return estimated(groups, rewards, self._backend, self._config.advantage, self._config.loss)
 
-    def _updates(self, groups: Sequence[Group], estimates: AdvantageEstimates) -> list[list[Row]]:
+    def _updates(self, groups: Sequence[Group], estimates: AdvantageEstimates) -> list[list[BatchRow]]:
         """Whole groups split into the updates of this step in order, in every pass over the batch."""
         learner = self._config.learner
         rows = make_rows(groups, estimates.advantages, estimates.targets)

@@ -34,7 +34,7 @@ Span = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
-class Block:
+class AttentionBlock:
     """[query, end) attend to [key, stop). bias: [1, 1, Q, K] as `attention_bias`; None where all keys are seen, or all before
     where these are the queries."""
 
@@ -54,14 +54,14 @@ class Block:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _LayerPlan:
     """What a layer computes; the last one less."""
 
-    every: Sequence[Block]
-    last: Sequence[Block]
+    every: Sequence[AttentionBlock]
+    last: Sequence[AttentionBlock]
     last_layer: int | None
 
-    def of(self, module: nn.Module) -> Sequence[Block]:
+    def of(self, module: nn.Module) -> Sequence[AttentionBlock]:
         return (
             self.last if self.last_layer is not None and getattr(module, "layer_idx", None) == self.last_layer else self.every
         )
@@ -82,7 +82,7 @@ def planned(batch: PolicyInputs, reach: Reach, dtype: torch.dtype, last_layer: i
     asked[batch.source_N] = True
     every, last = ([*_blocks(each, batch.positions_RL, reach, dtype)] for each in (spans, _asked(spans, asked)))
     mask: Any = torch.empty(1, 1, 0, 0)  # of four dimensions models pass on as it is; of no size it is of no other use
-    mask.plan = _Plan(every, last, last_layer)
+    mask.plan = _LayerPlan(every, last, last_layer)
     return cast(Tensor, mask)
 
 
@@ -102,23 +102,23 @@ def _asked(spans: Sequence[Span], asked_T: Tensor) -> Iterator[Span]:
     yield from before
 
 
-def _blocks(spans: Iterable[Span], positions_1T: Tensor, reach: Reach, dtype: torch.dtype) -> Iterator[Block]:
+def _blocks(spans: Iterable[Span], positions_1T: Tensor, reach: Reach, dtype: torch.dtype) -> Iterator[AttentionBlock]:
     for query, end, key, stop in spans:
         queries, keys = positions_1T[:, query:end, None], positions_1T[:, None, key:stop]
         if reach == FULL or reach.covers(queries.amax(), keys[0, 0, 0]):
-            yield Block(query, end, key, stop, None)
+            yield AttentionBlock(query, end, key, stop, None)
             continue
         seen = reach.covers(queries, keys)
         seen = seen.tril() if key == query else seen
         if seen.any():
-            yield Block(query, end, key, stop, attention_bias(seen, dtype))
+            yield AttentionBlock(query, end, key, stop, attention_bias(seen, dtype))
 
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **named: Any
 ) -> Any:
     """query, key, value: [1, H, T, d]; keys and values may have fewer heads, values a smaller width. Without a plan torch's."""
-    plan: _Plan | None = getattr(attention_mask, "plan", None)
+    plan: _LayerPlan | None = getattr(attention_mask, "plan", None)
     if plan is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
     if torch.is_autocast_enabled(query.device.type):
@@ -134,7 +134,7 @@ def _attention(
 
 class _Blockwise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scale: float) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[AttentionBlock], scale: float) -> Tensor:
         out = torch.zeros_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
         sums = torch.full(query.shape[:-1], -torch.inf, device=query.device)  # logarithms of sums of exponents
         for block in blocks:

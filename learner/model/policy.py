@@ -29,7 +29,7 @@ from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LOGITS_MIB, LearnerConfig, chunk_tokens, token_cost, tokens_within
 from async_rlhf.learner.model.blocks import attend_in_blocks, planned
 from async_rlhf.learner.model.logprobs import chunked_logprobs, token_energy, token_entropy, token_ids, token_logprobs
-from async_rlhf.learner.model.routing import Replay
+from async_rlhf.learner.model.routing import RoutingReplay
 from async_rlhf.learner.model.sequence import Share, share_attention
 
 _log = logging.getLogger(__name__)
@@ -107,10 +107,10 @@ class Policy(nn.Module):
             self.critic = Critic(self.output_layer.weight.shape[1], own).to(self.device)
         self._autocast = torch.bfloat16 if config.dtype == "bfloat16" else None
         self.compiled = config.compile
-        self._replay: Replay | None = None
+        self._replay: RoutingReplay | None = None
         if config.ranks_per_row == 1 and not config.compile:
             with suppress(ConfigError):  # a model of which nothing is recorded
-                self._replay = Replay(model)
+                self._replay = RoutingReplay(model)
         self.routing = None if self._replay is None else self._replay.routing  # of what passes replay
         if config.gradient_checkpointing:
             _checkpoint_gradients(model, self._replay)
@@ -277,7 +277,7 @@ def _layers(module: nn.Module) -> list[nn.Module]:
     return [each for each in module.modules() if isinstance(each, GradientCheckpointingLayer)]
 
 
-def _checkpoint_gradients(model: nn.Module, replay: Replay | None) -> None:
+def _checkpoint_gradients(model: nn.Module, replay: RoutingReplay | None) -> None:
     """Layers forget what they computed and compute it again in the backward pass."""
     options: dict[str, Any] = {"use_reentrant": False} | ({} if replay is None else {"context_fn": replay.again})
     # Before transformers 5.24 it has the other name only.

@@ -22,7 +22,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.routing import SIGMOID, Routing, not_recorded, routers
 
 
-class Replay:
+class RoutingReplay:
     """Owns a hook on each router of a model; without experts given it changes nothing. Raises ConfigError for a model whose
     experts cannot be recorded, or are mixed otherwise."""
 

@@ -28,7 +28,7 @@ from async_rlhf.buffers.protocol.message import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.batch.micro_batch import MicroBatch
 from async_rlhf.learner.batch.packing import Packing, Update, partition
-from async_rlhf.learner.batch.rows import Row, check_row
+from async_rlhf.learner.batch.rows import BatchRow, check_row
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.model.policy import Predicted
 from async_rlhf.learner.objective.estimation import PolicyEvaluation
@@ -72,24 +72,24 @@ class Controller:
 
     # -- rank 0: commands of the learner's loop ----------------------------------------------------------------------
 
-    def evaluate(self, rows: Sequence[Row], *, energies: bool = False) -> Mapping[int, PolicyEvaluation]:
+    def evaluate(self, rows: Sequence[BatchRow], *, energies: bool = False) -> Mapping[int, PolicyEvaluation]:
         """Of every completion in `rows`, by its index in the batch, under the weights as they are."""
         found: Mapping[int, PolicyEvaluation] = self._together("evaluate", [rows], energies=energies)
         return found
 
-    def step(self, updates: Sequence[Sequence[Row]], step: int, rate: float | None = None) -> StepReport:
+    def step(self, updates: Sequence[Sequence[BatchRow]], step: int, rate: float | None = None) -> StepReport:
         """One learner step: an optimizer update from each list of rows, in order. `step` counts from 0. rate: in place of
         `learner.learning_rate`."""
         report: StepReport = self._together("train", updates, step=step, rate=rate)
         return report
 
-    def dry_run(self, updates: Sequence[Sequence[Row]], step: int) -> None:
+    def dry_run(self, updates: Sequence[Sequence[BatchRow]], step: int) -> None:
         """All that `step` does with these updates but the updates: forward, loss, backward, norm, report. Raises what `step`
         would raise. Nothing that a later step or checkpoint depends on is changed, and the gradient is forgotten. As in a step,
         ranks that were given work when one of them raises do not go on."""
         self._together("dry_run", updates, step=step)
 
-    def gradient(self, rows: Sequence[Row], step: int) -> Tensor:
+    def gradient(self, rows: Sequence[BatchRow], step: int) -> Tensor:
         """float32 [P]: what an update would be made from, over all ranks and before it is clipped; see `Machine.gradient`. The
         policy at the start of the step is the present one; nothing is changed. Raises NonFiniteError."""
         found_P: Tensor = self._together("gradient", [rows], step=step)
@@ -129,7 +129,7 @@ class Controller:
         """End the worker ranks."""
         self._ranks.command({"do": "close"})
 
-    def partition(self, updates: Sequence[Sequence[Row]]) -> list[list[Update]]:
+    def partition(self, updates: Sequence[Sequence[BatchRow]]) -> list[list[Update]]:
         """For each rank its micro-batches of every update.
 
         Raises RecordError for a token that the model does not have; when the loss takes ratios to a truncated distribution
@@ -142,7 +142,7 @@ class Controller:
         parts = partition(updates, self._ranks.size // together, self._packing)
         return [part for part in parts for _ in range(together)]
 
-    def _together(self, name: str, updates: Sequence[Sequence[Row]] | None = None, **given: Any) -> Any:
+    def _together(self, name: str, updates: Sequence[Sequence[BatchRow]] | None = None, **given: Any) -> Any:
         """A command on every rank that takes part in it: with its micro-batches of the updates, or of the machine."""
         if updates is None:
             if self.machine.collective or name == "load":

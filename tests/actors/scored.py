@@ -9,7 +9,7 @@ from typing import Any
 
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import RewardSpec
-from async_rlhf.actors.scoring.pool import Place, Scored, ScoringPool
+from async_rlhf.actors.scoring.pool import GroupMember, Scored, ScoringPool
 from async_rlhf.buffers.record import Score
 
 FIELDS = {"prompt": "p", "completion_ids": [1, 2, 3], "prompt_ids": [1], "finish_reason": "stop", "answer": "a"}
@@ -34,7 +34,7 @@ class Bench:
     def __exit__(self, *error: object) -> None:
         self.pool.close(60.0)
 
-    def submit(self, key: Any, completion: str, place: Place | None = None, **columns: Any) -> None:
+    def submit(self, key: Any, completion: str, place: GroupMember | None = None, **columns: Any) -> None:
         self.pool.submit(key, {**FIELDS, **columns, "completion": completion}, place)
 
     def until(self, done: Callable[[], Any]) -> None:

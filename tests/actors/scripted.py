@@ -14,7 +14,7 @@ from async_rlhf.actors.engine import Completion, Engine, Partial, Request, Rollo
 from async_rlhf.actors.environments import Call, Content, EnvironmentSpec, Message, Reply
 from async_rlhf.actors.environments.pool import EpisodeCounters, EpisodePool, Event
 from async_rlhf.actors.environments.rendering import Rendered, Renderer
-from async_rlhf.actors.environments.yields import End, Read, read_yield
+from async_rlhf.actors.environments.yields import EpisodeEnd, Read, read_yield
 from async_rlhf.actors.loop.context import Environment, Environments
 from async_rlhf.actors.loop.episodes import Episodes
 from async_rlhf.actors.loop.rollouts import FinishedRollout, behind_one_prompt
@@ -114,7 +114,7 @@ class ScriptedPool:
         self.events.append(Event(key, Read(asked, call=Call(conversation, asked, **more)), 1.0, 2.0))
 
     def ends(self, key: RolloutKey, score: Score | None = RIGHT, reason: Any = "scored", **more: Any) -> None:
-        self.events.append(Event(key, End(reason, score, **more), 2.0, 3.0))
+        self.events.append(Event(key, EpisodeEnd(reason, score, **more), 2.0, 3.0))
 
 
 class Talker(ScriptedPool):

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 import zmq
 
 from async_rlhf.actors.workers.messages import SERVED, Message, frames_of
-from async_rlhf.actors.workers.service import Service
+from async_rlhf.actors.workers.service import WorkerService
 
 
 @contextmanager
-def running(server: Service) -> Iterator[Service]:
+def running(server: WorkerService) -> Iterator[WorkerService]:
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from async_rlhf.actors.rewards import check_columns, resolve
-from async_rlhf.actors.scoring.incremental import IncrementalJudge, ReferenceHead, RewardHead, Sample
+from async_rlhf.actors.scoring.incremental import IncrementalJudge, ReferenceHead, RewardHead, TextSample
 from async_rlhf.actors.scoring.models import ReferenceModel, RewardModel
 from async_rlhf.buffers.errors import ConfigError, RewardError
 from async_rlhf.buffers.score import Score
@@ -39,10 +39,10 @@ class Streams:
         self.cache, self.forget = self.judge.cache, self.judge.forget
 
     def prefetch(self, streams: Sequence[int], prompts: Sequence[Any], texts: Sequence[str]) -> None:
-        self.judge.prefetch(streams, list(map(Sample, prompts, texts)))
+        self.judge.prefetch(streams, list(map(TextSample, prompts, texts)))
 
     def score(self, streams: Sequence[int | None], prompts: Sequence[Any], texts: Sequence[str]) -> list[Score]:
-        return self.judge.score(streams, list(map(Sample, prompts, texts)))
+        return self.judge.score(streams, list(map(TextSample, prompts, texts)))
 
 
 CHAT = [{"role": "user", "content": "abc"}]
@@ -111,9 +111,9 @@ def test_however_completions_are_cut_they_come_to_what_the_whole_comes_to(law: L
         shown = data.draw(st.lists(st.integers(0, len(texts) - 1), min_size=1, unique=True))
         for i in shown:
             lengths[i] = data.draw(st.integers(lengths[i], len(texts[i])))
-        judge.prefetch(shown, [Sample(prompts[i], texts[i][: lengths[i]]) for i in shown])
+        judge.prefetch(shown, [TextSample(prompts[i], texts[i][: lengths[i]]) for i in shown])
         assert judge.cache.num_bytes <= judge.cache._cache_bytes
-    found = judge.score(range(len(texts)), list(map(Sample, prompts, texts)))
+    found = judge.score(range(len(texts)), list(map(TextSample, prompts, texts)))
     for each, wanted in zip(found, law.whole(prompts, texts), strict=True):
         assert (each.value if isinstance(each, Score) else each.values) == pytest.approx(wanted, abs=1e-4)
     assert judge.cache.num_bytes == 0 and not judge.streams

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.actors.rewards import Answer, RewardSpec
-from async_rlhf.actors.scoring.reward_queue import RewardQueue, Task, WindowLimit
+from async_rlhf.actors.scoring.reward_queue import RewardQueue, ScoringTask, WindowLimit
 
 RIGHT = (Answer(1.0),)
 BUSY = (Answer(None, "busy", retry_after_s=0.0),)
@@ -18,8 +18,8 @@ def queue_of(**settings: object) -> RewardQueue:
     return RewardQueue(RewardSpec("judge", "judge", "async", **settings))  # type: ignore[arg-type]
 
 
-def task(number: int, tokens: int = 0) -> Task:
-    return Task(number, ({},), tokens)
+def task(number: int, tokens: int = 0) -> ScoringTask:
+    return ScoringTask(number, ({},), tokens)
 
 
 @given(

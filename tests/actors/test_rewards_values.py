@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from async_rlhf.actors.rewards import Answer, TransientError, failed, resolve, reward
 from async_rlhf.actors.rewards.settings import TRANSIENT
-from async_rlhf.actors.scoring.reward_worker import Answers, Call, ready, run_call
+from async_rlhf.actors.scoring.reward_worker import Answers, RewardCall, ready, run_call
 from async_rlhf.actors.workers import messages
 from async_rlhf.buffers.errors import RecordError
 from async_rlhf.buffers.score import MAX_SCORE, Score
@@ -91,7 +91,7 @@ READY = {spec.name: ready(spec, None) for spec in resolve(TARGETS, Path("/"))}
 
 
 def ask(name: str, value: Any, count: int = 1) -> Answers:
-    return run_call(READY[name], Call(name, tuple({"completion": value, "prompt": ""} for _ in range(count)), 1.0))
+    return run_call(READY[name], RewardCall(name, tuple({"completion": value, "prompt": ""} for _ in range(count)), 1.0))
 
 
 def check(answer: Answer) -> None:

@@ -15,8 +15,8 @@ import pytest
 
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import Answer, resolve, spec_in_process
-from async_rlhf.actors.scoring.pool import Place, ScoringPool
-from async_rlhf.actors.scoring.reward_worker import Call, RewardKind, answers_of
+from async_rlhf.actors.scoring.pool import GroupMember, ScoringPool
+from async_rlhf.actors.scoring.reward_worker import RewardCall, RewardKind, answers_of
 from async_rlhf.actors.workers.book import Failed
 from async_rlhf.actors.workers.pool import MAX_STUCK, WorkerPool
 from async_rlhf.actors.workers.sessions import Closed, StepResult
@@ -233,7 +233,7 @@ def test_a_discarded_completion_is_not_returned_and_its_key_is_free_again(bench:
 def test_a_reward_of_groups_sees_all_members_in_their_order_and_each_gets_its_own(bench: Callable[..., Bench]) -> None:
     pool = bench("best measured")
     for member in (2, 0, 1):
-        pool.submit(member, str(member), Place("g", member, 3))
+        pool.submit(member, str(member), GroupMember("g", member, 3))
     scored = pool.wait()
     assert [scored[member].scores["best"].value for member in range(3)] == [0.0, 0.0, 1.0]
     assert scored[1].scores["measured"] == Score(1.0, metrics={"length": 1.0, "words": 2.0})
@@ -243,10 +243,10 @@ def test_a_reward_of_groups_sees_all_members_in_their_order_and_each_gets_its_ow
 
 def test_a_discarded_member_takes_its_group_with_it(bench: Callable[..., Bench]) -> None:
     pool = bench("best")
-    pool.submit(0, "1", Place(("g", 0), 0, 2))
+    pool.submit(0, "1", GroupMember(("g", 0), 0, 2))
     pool.pool.discard([0])
     for member in range(2):
-        pool.submit(member, "7", Place(("g", 0), member, 2))
+        pool.submit(member, "7", GroupMember(("g", 0), member, 2))
     assert [each.scores["best"].value for each in pool.wait().values()] == [1.0, 1.0]
 
 
@@ -265,7 +265,7 @@ def test_what_has_succeeded_is_not_suspected_any_more(tmp_path: Path) -> None:
     processes = WorkerPool(kind, 1, "processes", RewardError, lambda id, came: found.put(came))
     came = []
     for id, text in enumerate(("exit", "1", "exit", "exit")):
-        processes.begin(id, "key", tuple(Call("ends_unseen", ({"completion": text},), 60.0)), 60.0)
+        processes.begin(id, "key", tuple(RewardCall("ends_unseen", ({"completion": text},), 60.0)), 60.0)
         came.append(found.get(timeout=300))
     processes.close(60.0)
     assert (came[0], came[2]) == (None, None), "each was the first end since nothing was known against it"
@@ -285,7 +285,7 @@ def test_while_too_many_calls_of_the_calling_process_never_end_every_other_fails
     threads = WorkerPool(kind, 16, "threads", RewardError, lambda id, came: found.put(came))
 
     def ask(text: str, timeout_s: float) -> Answer:
-        call = Call("hangs", ({"completion": text},), timeout_s)
+        call = RewardCall("hangs", ({"completion": text},), timeout_s)
         threads.begin(0, 0, tuple(call), timeout_s)
         came = found.get(timeout=300)
         assert came is not None
@@ -309,7 +309,7 @@ def test_want_of_memory_in_a_function_of_the_calling_process_is_its_own_error_an
         raise MemoryError("too large")
 
     found = queue.SimpleQueue[StepResult | Closed | Failed | None]()
-    function, call = wants_async if is_async else wants, Call("own", ({"completion": "x"},), 60.0)
+    function, call = wants_async if is_async else wants, RewardCall("own", ({"completion": "x"},), 60.0)
     kind = RewardKind((spec_in_process("own", function, None),), 1, 512, {"own": function})
     threads = WorkerPool(kind, 1, "threads", RewardError, lambda id, came: found.put(came))
     threads.begin(0, 0, tuple(call), 60.0)

@@ -14,21 +14,21 @@ import pytest
 
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import Answer, RewardSpec, resolve
-from async_rlhf.actors.scoring.pool import Place
+from async_rlhf.actors.scoring.pool import GroupMember
 from async_rlhf.actors.scoring.server import ScoringServer
 from async_rlhf.actors.workers import client
 from async_rlhf.actors.workers.client import describe
 from async_rlhf.actors.workers.messages import (
     SERVED,
     STAGES,
-    Beat,
     Describe,
     Description,
     Leave,
-    Missing,
-    Refused,
+    MissingSteps,
+    SessionBeat,
+    SessionRefused,
+    SessionStep,
     Show,
-    Step,
     Stepped,
     frames_of,
     to_answers,
@@ -139,7 +139,7 @@ def test_actors_share_a_stage_its_batches_and_what_it_has_read(machine: Machine)
             show(actor, "a", "x")
         for actor, texts in ((one, {"a": "xy", "b": "xyz"}), (other, {"a": "xxxx", "c": "x"})):
             for member, (key, text) in enumerate(texts.items()):
-                actor.submit(key, text, Place("group", member, 2))
+                actor.submit(key, text, GroupMember("group", member, 2))
         found = [actor.wait() for actor in (one, other)]
     assert {key: scored.scores["together"].value for key, scored in found[0].items()} == {"a": 2.0, "b": 3.0}
     assert {key: scored.scores["together"].value for key, scored in found[1].items()} == {"a": 4.0, "c": 1.0}
@@ -275,20 +275,22 @@ def test_what_cannot_be_read_is_counted_and_refused_by_its_number_and_the_server
     serve: Callable[..., ScoringServer],
 ) -> None:
     server = serve()
-    step = Step(id=7, members=[{"completion": "1"}])
+    step = SessionStep(id=7, members=[{"completion": "1"}])
     with Peer(server.address) as peer:
         for data in (b"", b"\xc1", b"\x80", SERVED.pack(step)[:-1]):
             peer.send(data, [b"", data])
         refused = {
             5: (STAGES.pack(step.model_copy(update={"stage": "other"})), "there is no stage 'other'"),
-            6: (SERVED.pack(Step(id=6)), "has no members"),
+            6: (SERVED.pack(SessionStep(id=6)), "has no members"),
             8: (SERVED.pack(step)[:-1], "what is no message of protocol 1"),
-            9: (SERVED.pack(Step(id=9, turn=1, text="")), None),
+            9: (SERVED.pack(SessionStep(id=9, turn=1, text="")), None),
         }
         for number, (data, reason) in refused.items():
             peer.send([b"%d" % number, data])
             answer = peer.receive()
-            assert (isinstance(answer, Refused) and str(reason) in answer.reason and answer.id == number) or not reason, answer
+            assert (
+                isinstance(answer, SessionRefused) and str(reason) in answer.reason and answer.id == number
+            ) or not reason, answer
         peer.send(Show(stage="double", stream=0, member={}), step.model_copy(update={"members": [{"completion": "1"}, {}]}))
         peer.send(step.model_copy(update={"id": 10, "members": [{"completion": "1", "prompt_ids": 3}]}))
         found = [peer.receive() for _ in range(2)]
@@ -300,17 +302,17 @@ def test_an_answer_is_kept_until_a_beat_names_its_session_no_longer_and_a_step_i
     serve: Callable[..., ScoringServer],
 ) -> None:
     server = serve()
-    step = Step(id=3, members=[{"completion": "2"}])
+    step = SessionStep(id=3, members=[{"completion": "2"}])
     with Peer(server.address) as peer:
         peer.send(step, step)
         answer = peer.receive()
         assert isinstance(answer, Stepped) and answer.answers[0].value == 4.0
-        for again in (step, Beat(open=[(3, 0)])):
+        for again in (step, SessionBeat(open=[(3, 0)])):
             peer.send(again)
             assert peer.receive() == answer
-        assert peer.receive() == Missing(ids=[]) and server.num_sessions == 1
-        peer.send(Beat(open=[(4, 0)]))
-        assert peer.receive() == Missing(ids=[4]) and server.num_sessions == 0
+        assert peer.receive() == MissingSteps(ids=[]) and server.num_sessions == 1
+        peer.send(SessionBeat(open=[(4, 0)]))
+        assert peer.receive() == MissingSteps(ids=[4]) and server.num_sessions == 0
         peer.send(step, Leave(ids=[3]), Describe())
         while not isinstance(peer.receive(), Description):  # the step's answer may come first
             pass
@@ -327,7 +329,7 @@ def test_an_answer_is_kept_until_a_beat_names_its_session_no_longer_and_a_step_i
         b"\x92\x01\x81\xa4type\xa3who",
         b"\x92\x07\x80",
         b"\x92\x02" + STAGES.pack(Describe())[2:],
-        STAGES.pack(Step(id=1, members=[{"column": {3: 4}}])),
+        STAGES.pack(SessionStep(id=1, members=[{"column": {3: 4}}])),
     ],
 )
 def test_what_is_no_message_is_one_error(data: bytes) -> None:
@@ -352,7 +354,7 @@ def test_messages_arrive_as_they_were_sent() -> None:
     for message in (
         Stepped(id=3, turn=0, answers=[to_fields(answer)]),
         Show(stage="r", stream=1, member={"completion": "x", "n": 1}),
-        Beat(open=[(1, 0), (2, -1)]),
+        SessionBeat(open=[(1, 0), (2, -1)]),
     ):
         assert STAGES.unpack(frames_of(message, STAGES)[1]) == message
     (back,) = to_answers([to_fields(answer)])

@@ -23,8 +23,8 @@ from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.record import Score, Span
 from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.inspect.episodes import Part, _parts, lines
-from async_rlhf.inspect.episodes import Trial as Shown
+from async_rlhf.inspect.episodes import EpisodePart, _parts, lines
+from async_rlhf.inspect.episodes import EpisodeTrial as Shown
 from tests.actors.environments.test_environment_rendering import tokenizer
 from tests.actors.scripted import (
     RIGHT,
@@ -84,7 +84,7 @@ def test_the_engine_reads_on_from_where_the_row_began_anew_and_the_record_keeps_
     assert [message["content"] for message in played.messages] == ["go", "a", "xy", "b", "!all", "c", "z", "d"]
     assert fields_of(ROW, played.prompt_ids, rollout, "d")["row_pieces"] == [[0, 0, 4], [4, 4, 11]]
     parts = _parts(played, text_of, lambda ids: [])
-    assert parts[4] == Part("environment", "!all", anew=4) and [part.content for part in parts[5:]] == ["c", "z", "d"]
+    assert parts[4] == EpisodePart("environment", "!all", anew=4) and [part.content for part in parts[5:]] == ["c", "z", "d"]
     assert [part.score for part in parts if part.who == "model"] == [0.5, 0.5, 0.5, None]
     assert "  reads   '!all'   (in the whole conversation: 4 tokens)" in lines(Shown(0, parts, "stop", RIGHT))
 

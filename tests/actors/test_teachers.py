@@ -16,13 +16,13 @@ import pytest
 
 from async_rlhf.actors.rewards import TransientError, resolve
 from async_rlhf.actors.scoring import served_teacher
-from async_rlhf.actors.scoring.incremental import Sample
+from async_rlhf.actors.scoring.incremental import TextSample
 from async_rlhf.actors.scoring.model_stages import reference
 from async_rlhf.actors.scoring.models import ReferenceModel
 from tests.actors.scored import Bench
 from tests.learner.making import make_model
 
-SAMPLES = [Sample([5, 1, 7], [3, 2, 9, 4], None), Sample([8], [6], None), Sample([2, 2], [11, 0], None)]
+SAMPLES = [TextSample([5, 1, 7], [3, 2, 9, 4], None), TextSample([8], [6], None), TextSample([2, 2], [11, 0], None)]
 
 
 class Server(ThreadingHTTPServer):

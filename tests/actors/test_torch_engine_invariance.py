@@ -24,7 +24,7 @@ from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.forward import GraphedForward
 from async_rlhf.actors.torch_engine.llama import LlamaForward
 from async_rlhf.actors.torch_engine.loading import load_engine
-from async_rlhf.actors.torch_engine.scheduler import Chunk
+from async_rlhf.actors.torch_engine.scheduler import PrefillChunk
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.sampling import Sampling
 from tests.actors.strange_products import strange_products
@@ -224,7 +224,7 @@ def test_turns_have_the_same_bits_held_or_not_in_any_company(shape: str, dtype: 
 @pytest.mark.parametrize("is_replayed", [False, True])
 def test_an_episode_that_is_held_computes_no_prefix_twice(is_replayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where decode passes are recorded: what is put back lies where they read it."""
-    chunks: list[Chunk] = []
+    chunks: list[PrefillChunk] = []
     model = make_model("grouped-query", torch.float32)
     recorder = (lambda run: (run(), run)[1]) if is_replayed else None
     engine = TorchEngine(model, slots=2, max_length=MAX_LENGTH, recorder=recorder)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from async_rlhf.actors.engine import Completion, OnUpdate, Request, RolloutKey
 from async_rlhf.actors.torch_engine.engine import TorchEngine
-from async_rlhf.actors.torch_engine.kv_policy import KeptRows, KVPolicy
+from async_rlhf.actors.torch_engine.kv_policy import KeptPositions, KVPolicy
 from async_rlhf.actors.torch_engine.llama import LlamaForward
 from async_rlhf.buffers.sampling import Sampling
 from tests.actors.torch_models import finished, own_model
@@ -113,7 +113,7 @@ def test_rows_keep_what_the_definition_says_however_the_tokens_come(each: KVPoli
     assert [set(np.flatnonzero(seen)) for seen in each.mask(np.array(ids))] == wanted
     assert max(map(len, wanted)) <= each.budget
 
-    rows, held = KeptRows(each, 1), np.full(each.budget + 1, -1)  # held: what a cache that is written as told would hold
+    rows, held = KeptPositions(each, 1), np.full(each.budget + 1, -1)  # held: what a cache that is written as told would hold
     start = 0
     for cut in cuts:
         part = np.array(ids[start : start + cut])

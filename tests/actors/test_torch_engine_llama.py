@@ -15,7 +15,7 @@ from async_rlhf.actors.torch_engine import llama
 from async_rlhf.actors.torch_engine.cache import RowCache
 from async_rlhf.actors.torch_engine.forward import Forward
 from async_rlhf.actors.torch_engine.llama import LlamaForward, can_serve
-from async_rlhf.actors.torch_engine.scheduler import Chunk
+from async_rlhf.actors.torch_engine.scheduler import PrefillChunk
 from async_rlhf.actors.torch_engine.segments import BLOCK, COST, segments
 
 SMALL: dict[str, Any] = {
@@ -74,20 +74,24 @@ def walk(forward: Forward, steps: int = 70) -> torch.Tensor:
     prompts = [tuple(torch.randint(0, 30, (n,), generator=draw).tolist()) for n in (6, 1, 9, 4)]
     tokens = torch.tensor([prompts[0][-1], prompts[0][-1], prompts[1][-1]])
     positions = torch.tensor([5, 5, 0])
-    chunks = [Chunk(prompts[0][:-1], 0, (0, 1))]
+    chunks = [PrefillChunk(prompts[0][:-1], 0, (0, 1))]
     seen = []
     for step in range(steps):
         if step == 3:
-            chunks = [Chunk(prompts[2][:5], 0, (1,)), Chunk(prompts[3][:-1], 0, (3,)), Chunk(prompts[2][5:-1], 5, (1,))]
+            chunks = [
+                PrefillChunk(prompts[2][:5], 0, (1,)),
+                PrefillChunk(prompts[3][:-1], 0, (3,)),
+                PrefillChunk(prompts[2][5:-1], 5, (1,)),
+            ]
             tokens = torch.cat((tokens, torch.tensor([prompts[3][-1]])))
             positions = torch.cat((positions, torch.tensor([3])))
             tokens[1], positions[1] = prompts[2][-1], 8
         for row, length in observed.get(step, {}).items():
             ids = torch.randint(0, 30, (length,), generator=draw).tolist()
-            chunks.append(Chunk((int(tokens[row]), *ids[:-1]), int(positions[row]), (row,), sampled=True))
+            chunks.append(PrefillChunk((int(tokens[row]), *ids[:-1]), int(positions[row]), (row,), sampled=True))
             tokens[row], positions[row] = ids[-1], positions[row] + length
         if step == 20:
-            chunks.append(Chunk(prompts[2][:-1], 0, (1,)))
+            chunks.append(PrefillChunk(prompts[2][:-1], 0, (1,)))
             tokens[1], positions[1] = prompts[2][-1], len(prompts[2]) - 1
         seen.append(forward(chunks, tokens, positions, int(positions.max()) + 1))
         chunks, positions = [], positions + 1

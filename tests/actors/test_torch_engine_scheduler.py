@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.actors.engine import Request, RolloutKey
-from async_rlhf.actors.torch_engine.rows import Progress
-from async_rlhf.actors.torch_engine.scheduler import Chunk, Copy, Plan, Scheduler, Size
+from async_rlhf.actors.torch_engine.rows import RowProgress
+from async_rlhf.actors.torch_engine.scheduler import Copy, PassPlan, PrefillChunk, Scheduler, Size
 from async_rlhf.buffers.record import Span
 from async_rlhf.buffers.sampling import Sampling
 
@@ -38,11 +38,11 @@ class Table:
         request = self.rows[row]
         return [*request.prefix_ids, *self.sampled[request.key.group]]
 
-    def progress(self, row: int) -> Progress:
+    def progress(self, row: int) -> RowProgress:
         ids = np.array(self.sampled[self.rows[row].key.group], np.int32)
-        return Progress(ids, np.zeros(len(ids), np.float32), (Span(0, len(ids)),) if len(ids) else ())
+        return RowProgress(ids, np.zeros(len(ids), np.float32), (Span(0, len(ids)),) if len(ids) else ())
 
-    def apply(self, plan: Plan, version: int) -> None:
+    def apply(self, plan: PassPlan, version: int) -> None:
         targets, sources = {target for _, target in plan.moves}, {source for source, _ in plan.moves}
         assert not targets & sources and not targets & self.rows.keys(), "a move may not overwrite a running row"
         for source, target in plan.moves:
@@ -216,12 +216,12 @@ def test_a_prompt_is_computed_once_by_the_same_weights_and_copied_to_those_who_c
     scheduler = Scheduler(2)
     scheduler.submit([make_request(number) for number in range(3)])
     scheduler.submit([make_request(number) for number in range(3, 5)])
-    assert scheduler.plan(version=0).chunks == (Chunk((0, 1), 0, (0, 1)),)
+    assert scheduler.plan(version=0).chunks == (PrefillChunk((0, 1), 0, (0, 1)),)
     scheduler.finish([0])
     later = scheduler.plan(version=0)
     assert later.chunks == () and later.copies == (Copy(source=1, target=0, num_tokens=2),)
     scheduler.finish([0])
-    assert scheduler.plan(version=1).chunks == (Chunk((0, 1), 0, (0,)),)
+    assert scheduler.plan(version=1).chunks == (PrefillChunk((0, 1), 0, (0,)),)
     scheduler.finish([1])
     assert scheduler.plan(version=1).copies == (Copy(source=0, target=1, num_tokens=2),)
 
@@ -230,24 +230,28 @@ def test_a_long_prompt_is_computed_in_chunks_and_whoever_joins_gets_what_is_ther
     scheduler = Scheduler(3, prefill_tokens=3)
     scheduler.submit([make_request(number, 2) for number in range(4)])
     first = scheduler.plan(version=0)
-    assert first.chunks == (Chunk((3, 1, 4), 0, (0, 1, 2)),) and first.filling == (0, 1, 2)
+    assert first.chunks == (PrefillChunk((3, 1, 4), 0, (0, 1, 2)),) and first.filling == (0, 1, 2)
     scheduler.abort({RolloutKey(0, 0, 0)})
     second = scheduler.plan(version=0)
     assert second.copies == (Copy(source=1, target=0, num_tokens=3),)
-    assert second.chunks == (Chunk((1, 5, 9), 3, (1, 2, 0)),)
+    assert second.chunks == (PrefillChunk((1, 5, 9), 3, (1, 2, 0)),)
     third = scheduler.plan(version=0)
-    assert third.chunks == (Chunk((2,), 6, (1, 2, 0)),) and third.filling == ()
+    assert third.chunks == (PrefillChunk((2,), 6, (1, 2, 0)),) and third.filling == ()
 
 
 def test_siblings_sent_back_share_their_prompt_again_and_compute_the_rest_each_for_itself() -> None:
     scheduler = Scheduler(2)
     scheduler.submit([make_request(number) for number in range(2)])
     scheduler.plan(version=0)
-    sampled = [Progress(np.array(ids, np.int32), np.zeros(2, np.float32), (Span(0, 2),)) for ids in ([7, 8], [9, 8])]
+    sampled = [RowProgress(np.array(ids, np.int32), np.zeros(2, np.float32), (Span(0, 2),)) for ids in ([7, 8], [9, 8])]
     scheduler.suspend(enumerate(sampled))
     assert scheduler.num_begun == 2
     again = scheduler.plan(version=1)
-    assert again.chunks == (Chunk((0, 1), 0, (0, 1)), Chunk((2, 7), 2, (0,), True), Chunk((2, 9), 2, (1,), True))
+    assert again.chunks == (
+        PrefillChunk((0, 1), 0, (0, 1)),
+        PrefillChunk((2, 7), 2, (0,), True),
+        PrefillChunk((2, 9), 2, (1,), True),
+    )
     assert [admission.last_token for admission in again.admitted] == [8, 8] and again.filling == ()
 
 
@@ -287,12 +291,12 @@ def test_a_continuation_gets_its_cache_back_and_only_what_is_new_is_computed() -
     assert scheduler.num_unfinished == 0
     scheduler.submit([turn(0, 7, 8, 9)])
     plan = scheduler.plan(version=0)
-    assert plan.admitted[0].cache == (0, 1, 2) and plan.chunks == (Chunk((7, 8), 3, (0,), True),)
+    assert plan.admitted[0].cache == (0, 1, 2) and plan.chunks == (PrefillChunk((7, 8), 3, (0,), True),)
     assert plan.admitted[0].last_token == 9
     scheduler.release_caches()
     scheduler.submit([turn(1, 7)])
     again = scheduler.plan(version=1)
-    assert again.admitted[0].cache == () and again.chunks[0] == Chunk((0, 1), 0, (1,)), "it is computed whole"
+    assert again.admitted[0].cache == () and again.chunks[0] == PrefillChunk((0, 1), 0, (1,)), "it is computed whole"
 
 
 def test_where_room_runs_out_the_oldest_caches_go_and_places_in_line_stay() -> None:
@@ -303,10 +307,10 @@ def test_where_room_runs_out_the_oldest_caches_go_and_places_in_line_stay() -> N
     assert [admission.request.key.group for admission in plan.admitted] == [0, 1, 2]
     assert [bool(admission.cache) for admission in plan.admitted] == [False, True, True]
     assert plan.chunks == (
-        Chunk((0, 1), 0, (0,)),
-        Chunk((2, 7), 2, (0,), True),
-        Chunk((7,), 3, (1,), True),
-        Chunk((7,), 3, (2,), True),
+        PrefillChunk((0, 1), 0, (0,)),
+        PrefillChunk((2, 7), 2, (0,), True),
+        PrefillChunk((7,), 3, (1,), True),
+        PrefillChunk((7,), 3, (2,), True),
     ), "the prompt as a prompt, the rest as what was sampled"
 
 
@@ -333,7 +337,7 @@ def test_another_row_of_a_rollout_begins_at_its_place_in_line_whether_the_first_
 def test_while_weights_wait_a_continuation_does_not_stand_in_the_way_of_what_had_begun() -> None:
     scheduler = held(1, 2)
     assert groups(scheduler) == [1]
-    scheduler.suspend([(0, Progress(np.array([7], np.int32), np.zeros(1, np.float32), (Span(0, 1),)))])
+    scheduler.suspend([(0, RowProgress(np.array([7], np.int32), np.zeros(1, np.float32), (Span(0, 1),)))])
     scheduler.submit([turn(0, 7)])
     assert scheduler.num_begun == 1
     assert groups(scheduler, only_begun=True) == [1]

@@ -25,7 +25,7 @@ from async_rlhf.launch.exit_codes import FAILED, HOST_LOST
 from async_rlhf.launch.hosts import CommandChannel, CommandHosts, Pipe
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
 from async_rlhf.launch.machine import assigned_threads
-from async_rlhf.launch.orders import EVENTS, ORDERS, Missing, Open, Piece, Start, Want
+from async_rlhf.launch.orders import EVENTS, ORDERS, ContentPiece, MissingContents, OpenAgent, Start, Want
 from async_rlhf.launch.program import Node
 from async_rlhf.launch.sockets import ON_HOST, is_private
 from async_rlhf.run.config import dump
@@ -33,8 +33,8 @@ from tests.async_rlhf.test_strategies import allowed
 from tests.conftest import has_ended, wait_for
 
 
-def opening(directory: Path, lost_after_s: float = 60.0) -> Open:
-    return Open(directory=str(directory), lost_after_s=lost_after_s)
+def opening(directory: Path, lost_after_s: float = 60.0) -> OpenAgent:
+    return OpenAgent(directory=str(directory), lost_after_s=lost_after_s)
 
 
 class Spoken:
@@ -98,16 +98,16 @@ def test_an_agent_reports_a_role_from_its_start_to_its_last_words_and_cleans_up(
     (snapshot / "rows").symlink_to(content)
     other = "0" * 32
     spoken.say(Want(places={name: str(content), other: str(content)}))
-    assert spoken.hear(Missing).digests == [other]
+    assert spoken.hear(MissingContents).digests == [other]
     spoken.say(Want(places={name: "{hub}/models--a--b/snapshots/c0/rows"}))
-    assert spoken.hear(Missing).digests == [], "the cache is that of its own user"
+    assert spoken.hear(MissingContents).digests == [], "the cache is that of its own user"
     code = Path(__file__)
     sent = content_digest(code)
     spoken.say(Want(places={name: str(content), sent: ""}))
-    assert spoken.hear(Missing).digests == [sent]
-    spoken.say(Piece(digest=sent, data=code.read_bytes(), last=True))
+    assert spoken.hear(MissingContents).digests == [sent]
+    spoken.say(ContentPiece(digest=sent, data=code.read_bytes(), last=True))
     spoken.say(Want(places={name: str(content), sent: ""}))
-    assert spoken.hear(Missing).digests == []
+    assert spoken.hear(MissingContents).digests == []
 
     files = {"data/rows": name, "data/code": sent}
     spoken.say(a_hub_without_a_run(7).model_copy(update={"files": files, "inline": {"keys/own": b"secret"}}))
@@ -117,7 +117,7 @@ def test_an_agent_reports_a_role_from_its_start_to_its_last_words_and_cleans_up(
     assert (own / "data/rows").readlink() == content and (own / "data/code").read_bytes() == code.read_bytes()
     assert (own / "keys/own").stat().st_mode & 0o777 == 0o600
     assert b"is no run directory" in spoken.hear(orders.Wrote).data
-    ended = spoken.hear(orders.Ended)
+    ended = spoken.hear(orders.NodeEnded)
     assert (ended.life, ended.code) == (7, 3) and "is no run directory" in ended.words
     assert spoken.channel._pipe.end(1.0)
     assert "ended with code 0: the agent ends with its supervisor" in spoken.end()
@@ -206,9 +206,11 @@ def test_an_agent_takes_orders_while_a_start_waits_for_the_fork_server(tmp_path:
     assert agent.take(orders.Kill(life=2)) == [] and agent.look() == []
     imported.set()
     events: list[orders.Event] = []
-    wait_for(lambda: events.extend(agent.look()) or sum(isinstance(each, orders.Ended) for each in events) == 3, "their ends")
+    wait_for(
+        lambda: events.extend(agent.look()) or sum(isinstance(each, orders.NodeEnded) for each in events) == 3, "their ends"
+    )
     started = [each.life for each in events if isinstance(each, orders.Started)]
-    ends = {each.life: each for each in events if isinstance(each, orders.Ended)}
+    ends = {each.life: each for each in events if isinstance(each, orders.NodeEnded)}
     assert started == [1, 2] and ends[1].code == 3 and ends[2].code < 0 and ends[3].code == HOST_LOST
     assert "device 5 of this machine is to be used" in ends[3].words and "shows 2 devices" in ends[3].words
     agent.close()

@@ -10,7 +10,7 @@ import pytest
 
 from async_rlhf import api
 from async_rlhf.push.card import card
-from async_rlhf.run.manifest import Bits, continued, manifest
+from async_rlhf.run.manifest import RecordedBits, continued, manifest
 from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision.promise import BitsPromise, judged
@@ -22,27 +22,29 @@ OTHER = "computes other bits than the actors before it"
 @pytest.mark.parametrize(
     ("known", "actors", "expected"),
     [
-        (Bits(), [], Bits()),
-        (Bits(), [("b", "1", ""), ("a", "1", "")], Bits("1")),
-        (Bits("1"), [("a", "1", "")], Bits("1")),
-        (Bits("1"), [("a", "2", "")], f"a {OTHER}"),
-        (Bits(), [("b", "1", ""), ("a", "2", "")], f"a {OTHER}"),
-        (Bits("1"), [("b", "", "its model"), ("a", "1", "")], "b: its model"),
+        (RecordedBits(), [], RecordedBits()),
+        (RecordedBits(), [("b", "1", ""), ("a", "1", "")], RecordedBits("1")),
+        (RecordedBits("1"), [("a", "1", "")], RecordedBits("1")),
+        (RecordedBits("1"), [("a", "2", "")], f"a {OTHER}"),
+        (RecordedBits(), [("b", "1", ""), ("a", "2", "")], f"a {OTHER}"),
+        (RecordedBits("1"), [("b", "", "its model"), ("a", "1", "")], "b: its model"),
     ],
 )
-def test_a_promise_holds_as_long_as_all_actors_have_the_bits_of_the_first(known: Bits, actors: Any, expected: Any) -> None:
+def test_a_promise_holds_as_long_as_all_actors_have_the_bits_of_the_first(
+    known: RecordedBits, actors: Any, expected: Any
+) -> None:
     found = judged(known, actors)
-    assert found == expected if isinstance(expected, Bits) else found.obstacle.startswith(expected) and not found.digest
+    assert found == expected if isinstance(expected, RecordedBits) else found.obstacle.startswith(expected) and not found.digest
 
 
 def test_an_actor_with_other_bits_is_said_once_and_written_down(small: Any) -> None:
     run, said, now = RunDir.create(small(**{"queue.max_staleness": 0})), list[str](), [0.0]
     promise = BitsPromise(run, said.append, lambda: now[0])
     for actors, bits in (
-        ([], Bits()),
-        ([("a", "1", "")], Bits("1")),
-        ([("b", "2", "")], Bits(obstacle=f"b {OTHER} (another processor, or other libraries)")),
-        ([("a", "1", "")], Bits(obstacle=f"b {OTHER} (another processor, or other libraries)")),
+        ([], RecordedBits()),
+        ([("a", "1", "")], RecordedBits("1")),
+        ([("b", "2", "")], RecordedBits(obstacle=f"b {OTHER} (another processor, or other libraries)")),
+        ([("a", "1", "")], RecordedBits(obstacle=f"b {OTHER} (another processor, or other libraries)")),
     ):
         run.ledger.write_text(json.dumps({"bits": actors}))
         now[0] += 1
@@ -56,8 +58,8 @@ def test_an_actor_with_other_bits_is_said_once_and_written_down(small: Any) -> N
 def test_a_run_that_goes_on_with_another_processor_promises_nothing(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small(**{"queue.exact": True})
     made = manifest(config)
-    assert made["bits"] == Bits()._asdict() and "bits" not in manifest(small())
-    assert continued({**made, "bits": Bits("1")._asdict()}, config)["bits"] == Bits("1")._asdict()
+    assert made["bits"] == RecordedBits()._asdict() and "bits" not in manifest(small())
+    assert continued({**made, "bits": RecordedBits("1")._asdict()}, config)["bits"] == RecordedBits("1")._asdict()
     monkeypatch.setattr("async_rlhf.run.manifest.processor", lambda: "Another")
     elsewhere = continued(made, config)
     assert elsewhere["bits"]["obstacle"] == f"the run went on with Another, after {made['processor']}"
@@ -79,7 +81,7 @@ def test_where_a_setting_stands_in_the_way_the_run_goes_on_and_everything_names_
     result = api.train(config)
     assert f"bits are not promised: {reason}" in capsys.readouterr().out
     run = RunDir(config.run_dir)
-    assert run.bits() == Bits(obstacle=reason)
+    assert run.bits() == RecordedBits(obstacle=reason)
     assert f"bits of completions: not promised: {reason}" in invoke("status", run.path)[1]
     assert json.loads(invoke("status", run.path, "--json")[1])["bits"]["obstacle"] == reason
     assert f"| bits of completions | not promised: {reason} |" in card(

@@ -12,7 +12,7 @@ from async_rlhf import Feedback, Score, environment
 from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.rewards.loading import attribute
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.inspect.episodes import Trial, configuration, play
+from async_rlhf.inspect.episodes import EpisodeTrial, configuration, play
 from async_rlhf.run.caller import served, target_of
 from async_rlhf.run.config import Config
 
@@ -30,7 +30,7 @@ def config(tmp_path: Path) -> Callable[..., Config]:
     return made
 
 
-def trials(function: Any, config: Config, *turns: str) -> list[Trial]:
+def trials(function: Any, config: Config, *turns: str) -> list[EpisodeTrial]:
     written = iter(turns)
     with served({}, function, config, ROWS) as (resolved, variables), pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():

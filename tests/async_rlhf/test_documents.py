@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from async_rlhf.actors.rewards import BUILTINS
 from async_rlhf.cli.commands import app
-from async_rlhf.inspect.episodes import Part, Trial, lines, with_specials
+from async_rlhf.inspect.episodes import EpisodePart, EpisodeTrial, lines, with_specials
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import load
 from tests.actors.environments.test_environment_rendering import CHATML, tokenizer
@@ -147,7 +147,7 @@ def test_special_tokens_stand_apart_from_text_that_looks_like_them() -> None:
     ids = [*model("<|im_start|>user\n").input_ids, *model("<|im_end|>", split_special_tokens=True).input_ids]
     pieces = with_specials(model, ids)
     assert pieces == [("<|im_start|>", True), ("user\n<|im_end|>", False)]
-    shown = lines(Trial(0, [Part("environment", "user\n<|im_end|>", pieces=pieces)], "left", None))[1]
+    shown = lines(EpisodeTrial(0, [EpisodePart("environment", "user\n<|im_end|>", pieces=pieces)], "left", None))[1]
     assert shown == "  reads   \x1b[2m<|im_start|>\x1b[0muser\\n<|im_end|>"
 
 

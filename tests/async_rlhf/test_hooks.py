@@ -16,7 +16,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.lines import earlier
 from async_rlhf.learner.checkpoint.store import lead
 from async_rlhf.run.checks.preflight import check_hooks
-from async_rlhf.run.run_dir import End, RunDir
+from async_rlhf.run.run_dir import RunDir, RunEnd
 from async_rlhf.run.run_files import read_lines
 from async_rlhf.run.supervision.hooks import Events, Hooks
 from async_rlhf.run.watching import HooksConfig
@@ -183,15 +183,15 @@ def test_a_new_best_checkpoint_is_told_once_the_link_leads_to_it(watched: tuple[
 @pytest.mark.parametrize(
     ("end", "kind"),
     [
-        (End(code=0, reason="all steps done", finished=True), ["finished"]),
-        (End(code=0, reason="drained", finished=False), []),
-        (End(code=130, reason="forced", finished=False), []),
-        (End(code=4, reason="no step", finished=False), ["stalled"]),
-        (End(code=7, reason="kl", finished=False), ["diverged"]),
-        (End(code=5, reason="actor-0", finished=False), ["failed"]),
+        (RunEnd(code=0, reason="all steps done", finished=True), ["finished"]),
+        (RunEnd(code=0, reason="drained", finished=False), []),
+        (RunEnd(code=130, reason="forced", finished=False), []),
+        (RunEnd(code=4, reason="no step", finished=False), ["stalled"]),
+        (RunEnd(code=7, reason="kl", finished=False), ["diverged"]),
+        (RunEnd(code=5, reason="actor-0", finished=False), ["failed"]),
     ],
 )
-def test_every_end_but_that_which_an_operator_asked_for_is_told(watched: Any, end: End, kind: list[str]) -> None:
+def test_every_end_but_that_which_an_operator_asked_for_is_told(watched: Any, end: RunEnd, kind: list[str]) -> None:
     events, run = watched
     events.ended(end)
     assert kinds(run) == kind

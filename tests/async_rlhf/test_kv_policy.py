@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from async_rlhf.actors.config import EngineConfig
-from async_rlhf.actors.torch_engine.kv_policy import KeptRows
+from async_rlhf.actors.torch_engine.kv_policy import KeptPositions
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.run.config import Config, load
@@ -99,13 +99,13 @@ def test_the_tokens_of_the_model_say_where_chunks_end() -> None:
 
 def test_when_it_is_loaded_the_engine_is_held_to_a_masked_pass_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded(kv=KV | {"ends": ["e"]}, dtype="bfloat16")
-    taken = KeptRows.take_tokens
+    taken = KeptPositions.take_tokens
 
-    def forgetful(self: KeptRows, ids: Any, at: Any) -> Any:
+    def forgetful(self: KeptPositions, ids: Any, at: Any) -> Any:
         columns, seen = taken(self, ids, at)
         return columns, seen & (self._positions[: len(at)] != 0)
 
-    monkeypatch.setattr(KeptRows, "take_tokens", forgetful)
+    monkeypatch.setattr(KeptPositions, "take_tokens", forgetful)
     with pytest.raises(ConfigError, match=r"'llama' cannot be served by the torch engine.*differ from plain passes"):
         loaded()
 

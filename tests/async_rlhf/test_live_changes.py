@@ -12,11 +12,11 @@ import pytest
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect import status
-from async_rlhf.learner.loop.changes import Applied, Asked, Ledger
+from async_rlhf.learner.loop.changes import Applied, ChangeLedger, ChangeRequest
 from async_rlhf.preparation import prepare
 from async_rlhf.run.live import ask, check_resumed, effective, inherit, present, undo
 from async_rlhf.run.reading import Reading
-from async_rlhf.run.run_dir import End, RunDir
+from async_rlhf.run.run_dir import RunDir, RunEnd
 from async_rlhf.run.run_files import read_lines
 from tests.async_rlhf.test_faults import steps
 from tests.async_rlhf.test_synchronous import measured
@@ -34,7 +34,7 @@ def run(small: Any) -> Iterator[RunDir]:
 
 
 def apply(run: RunDir, step: int) -> None:
-    Ledger(run.path).append(lambda history: history.apply(step))
+    ChangeLedger(run.path).append(lambda history: history.apply(step))
 
 
 def test_a_change_is_laid_upon_the_configuration_and_all_changes_before(run: RunDir) -> None:
@@ -63,7 +63,7 @@ def test_a_change_is_laid_upon_the_configuration_and_all_changes_before(run: Run
 def test_what_may_not_be_is_refused_by_name_and_nothing_is_written(run: RunDir, values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ask(run, values)
-    assert Ledger(run.path).read().changes == ()
+    assert ChangeLedger(run.path).read().changes == ()
 
 
 def test_weights_by_which_actors_choose_groups_may_not_change(small: Any) -> None:
@@ -83,7 +83,7 @@ def test_a_weight_has_no_effect_where_a_teacher_is_learned_from(small: Any) -> N
 
 
 def test_a_run_that_has_ended_for_good_is_not_changed(run: RunDir) -> None:
-    run.record_end(End(code=0, reason="all steps done", finished=True))
+    run.record_end(RunEnd(code=0, reason="all steps done", finished=True))
     run.retire()
     with pytest.raises(ConfigError, match=r"has ended for good \(all steps done\)"):
         ask(run, {RATE: 1e-4})
@@ -99,7 +99,7 @@ def test_a_run_that_goes_back_forgets_later_changes_and_takes_what_waits_at_once
     ask(run, {"checkpoint.keep_last": 3})
     run.metrics.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 13)))
     undo(run, 6)
-    history = Ledger(run.path).read()
+    history = ChangeLedger(run.path).read()
     assert history.in_force(6) == {RATE: 5e-4} and history.in_force(7) == {RATE: 5e-4, "checkpoint.keep_last": 3}
     assert steps(run.path) == 6 and Reading(run).changed() == [4, 7]
 
@@ -119,7 +119,7 @@ def test_what_is_learned_again_is_changed_where_the_run_was_but_for_values_of_it
     own = small(**{"queue.max_staleness": 2, RATE: 2e-3, "name": "again"})
     again = RunDir.create(own, ([], []))
     inherit(again, run, own)
-    assert Ledger(again.path).read().in_force(4) == {"checkpoint.keep_last": 3}
+    assert ChangeLedger(again.path).read().in_force(4) == {"checkpoint.keep_last": 3}
     again.retire()
 
 
@@ -165,9 +165,9 @@ def test_a_run_that_is_changed_and_loses_its_learner_ends_with_the_bits_of_one_t
     assert [record["event"] for record in read_lines(run / "events.jsonl")] == ["finished"]
     assert [line["kind"] for line in read_lines(run / "changes.jsonl")][:2] == ["asked", "applied"]
 
-    (change,) = Ledger(run).read().changes
+    (change,) = ChangeLedger(run).read().changes
     supervisor, whole = prepare(small(**SETTINGS, name="whole"))  # it is changed by its ledger from the beginning
-    lines = [Asked(number=1, values=dict(change.values)), Applied(number=1, step=step)]
-    Ledger(whole.path).append(lambda history: lines)
+    lines = [ChangeRequest(number=1, values=dict(change.values)), Applied(number=1, step=step)]
+    ChangeLedger(whole.path).append(lambda history: lines)
     assert supervisor.run()
     assert bits(whole.path) == bits(run) and measured(whole.path) == measured(run)

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.launch.placement import Host, Inventory, Placement, Wanted, place
+from async_rlhf.launch.placement import Host, Inventory, Placement, WantedNodes, place
 
 BOX = (Host(devices=8, cpus=64),)
 TWO = (Host(devices=8, cpus=64), Host(name="b", devices=8, cpus=64))
-GPU = Wanted(rank_devices=1, actor_devices=1, evaluation_devices=1)
+GPU = WantedNodes(rank_devices=1, actor_devices=1, evaluation_devices=1)
 
 
 @st.composite
@@ -27,9 +27,9 @@ def inventories(draw: st.DrawFn) -> Inventory:
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> Wanted:
+def runs(draw: st.DrawFn) -> WantedNodes:
     each = draw(st.sampled_from([0, 1, 2, 4]))
-    return Wanted(
+    return WantedNodes(
         ranks=draw(st.integers(1, 16)),
         rank_devices=draw(st.sampled_from([0, 1])),
         actors=draw(st.just("fill") | st.integers(1, 64)),
@@ -59,7 +59,7 @@ def used(placement: Placement) -> Counter[Any]:
 
 @given(runs(), inventories(), st.booleans())
 def test_every_process_has_its_devices_and_no_device_two_processes_or_the_reason_names_the_numbers(
-    wanted: Wanted, inventory: Inventory, away: bool
+    wanted: WantedNodes, inventory: Inventory, away: bool
 ) -> None:
     wanted, there = replace(wanted, away=away and len(inventory) > 1), sum(host.devices for host in inventory)
     try:
@@ -94,7 +94,7 @@ def test_every_process_has_its_devices_and_no_device_two_processes_or_the_reason
 
 
 @given(runs(), inventories(), st.integers(1, 8))
-def test_another_host_moves_nothing(wanted: Wanted, inventory: Inventory, devices: int) -> None:
+def test_another_host_moves_nothing(wanted: WantedNodes, inventory: Inventory, devices: int) -> None:
     if not wanted.actor_devices:  # more actors than CPUs are what another host is for
         wanted = wanted if wanted.actors == "fill" else replace(wanted, actors=1)
         inventory = (inventory[0].model_copy(update={"cpus": 64}), *inventory[1:])
@@ -107,7 +107,7 @@ def test_another_host_moves_nothing(wanted: Wanted, inventory: Inventory, device
 
 
 @given(runs(), inventories())
-def test_fill_leaves_no_room_for_another_actor(wanted: Wanted, inventory: Inventory) -> None:
+def test_fill_leaves_no_room_for_another_actor(wanted: WantedNodes, inventory: Inventory) -> None:
     wanted = replace(wanted, actors="fill", actor_devices=wanted.actor_devices or 1)
     try:
         found = place(wanted, inventory)
@@ -127,7 +127,7 @@ SCORED = replace(GPU, ranks=3, actors="fill", actor_devices=4, scorer=True, scor
 SPREAD = replace(GPU, ranks=10, learner_hosts=("b", ""), actors="fill")
 
 # By what they show: what is wanted, of what hosts, some of the places, and how many actors there are.
-EXAMPLES: dict[str, tuple[Wanted, Inventory, dict[str, tuple[str, Any]], int]] = {
+EXAMPLES: dict[str, tuple[WantedNodes, Inventory, dict[str, tuple[str, Any]], int]] = {
     "the learner has the first devices of a box, actors the rest, and an evaluation waits": (
         replace(GPU, ranks=2, actors="fill"), BOX,
         {"learner": ("", (0,)), "learner-rank-1": ("", (1,)), "actor-0": ("", (2,)), "actor-5": ("", (7,)),
@@ -143,24 +143,25 @@ EXAMPLES: dict[str, tuple[Wanted, Inventory, dict[str, tuple[str, Any]], int]] =
         replace(COLOCATED, actor_share=0.4), ONE, dict.fromkeys(("learner", "actor-0", "evaluation"), ("", (0,))), 1),
     "ranks fill hosts in the order that is given": (
         SPREAD, TWO, {"learner": ("b", (0,)), "learner-rank-7": ("b", (7,)), "learner-rank-8": ("", (0,))}, 6),
-    "actors fill CPUs": (Wanted(actors="fill"), CPUS, {"actor-1": ("", ()), "actor-2": ("b", ()), "actor-3": ("b", ())}, 4),
-    "more of them stay with the supervisor": (Wanted(actors=6), CPUS, {"actor-4": ("", ()), "actor-5": ("", ())}, 6),
-    "one CPU has one actor": (Wanted(actors="fill"), (Host(cpus=1),), {}, 1),
+    "actors fill CPUs": (
+        WantedNodes(actors="fill"), CPUS, {"actor-1": ("", ()), "actor-2": ("b", ()), "actor-3": ("b", ())}, 4),
+    "more of them stay with the supervisor": (WantedNodes(actors=6), CPUS, {"actor-4": ("", ()), "actor-5": ("", ())}, 6),
+    "one CPU has one actor": (WantedNodes(actors="fill"), (Host(cpus=1),), {}, 1),
     "away they are on other hosts in turn": (
         replace(GPU, actors="fill", away=True), RAY,
         {"actor-0": ("a", (0,)), "actor-1": ("b", (0,)), "actor-2": ("a", (1,))}, 3),
-    "on CPUs too": (Wanted(actors=10, away=True), RAY, {"actor-8": ("a", ()), "actor-9": ("b", ())}, 10),
+    "on CPUs too": (WantedNodes(actors=10, away=True), RAY, {"actor-8": ("a", ()), "actor-9": ("b", ())}, 10),
     "this machine under another name has the devices that the learner leaves": (
         replace(GPU, ranks=2, actors="fill", away=True), OWN,
         {"learner": ("", (0,)), "learner-rank-1": ("", (1,)), "actor-0": ("ray-0", (2,)), "actor-1": ("ray-0", (3,))}, 2),
     "and may be named": (replace(GPU, learner_hosts=("ray-0",), away=True), OWN, {"learner": ("", (0,))}, 1),
     "what is not CUDA's is left as it is found": (
-        Wanted(rank_devices=None, actor_devices=None, actors=2), BOX, {"learner": ("", None), "actor-1": ("", None)}, 2),
+        WantedNodes(rank_devices=None, actor_devices=None, actors=2), BOX, {"learner": ("", None), "actor-1": ("", None)}, 2),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("wanted", "inventory", "places", "actors"), EXAMPLES.values(), ids=EXAMPLES)
-def test_places(wanted: Wanted, inventory: Inventory, places: dict[str, tuple[str, Any]], actors: int) -> None:
+def test_places(wanted: WantedNodes, inventory: Inventory, places: dict[str, tuple[str, Any]], actors: int) -> None:
     found = place(wanted, inventory)
     assert {name: (found.slots[name].host, found.slots[name].devices) for name in places} == places
     assert found.num_actors == actors
@@ -186,6 +187,6 @@ def test_places(wanted: Wanted, inventory: Inventory, places: dict[str, tuple[st
         (replace(GPU, actors=4, away=True), RAY, r"there are 2 free of 2 on a, 1 free of 1 on b; highest: actors\.count = 3"),
     ],
 )
-def test_what_finds_no_room_is_refused_with_what_there_is(wanted: Wanted, inventory: Inventory, message: str) -> None:
+def test_what_finds_no_room_is_refused_with_what_there_is(wanted: WantedNodes, inventory: Inventory, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         place(wanted, inventory)

@@ -22,7 +22,7 @@ from async_rlhf.cli.commands import app
 from async_rlhf.inspect.chaos import FaultInjector, problems
 from async_rlhf.launch.connection import Connections, NodeFiles
 from async_rlhf.launch.local import LocalLauncher
-from async_rlhf.launch.orders import Open
+from async_rlhf.launch.orders import OpenAgent
 from async_rlhf.launch.program import Process, actor_node, role_of
 from async_rlhf.launch.ray import RayAgent, RayHosts, join
 from async_rlhf.preparation import prepare
@@ -141,7 +141,7 @@ def test_actors_on_three_nodes_have_devices_of_their_own_and_check_shows_the_sam
     config = on_ray(**overrides)
     connections = Connections(
         RayHosts(cluster.address, None, on_gpus=True),
-        Open(directory=config.launch.directory, lost_after_s=30.0, accelerators=True),
+        OpenAgent(directory=config.launch.directory, lost_after_s=30.0, accelerators=True),
         lambda node, directory: NodeFiles({}, {}, {f"{node.name}.log": node.log}),
     )
     connections.local = LocalLauncher()

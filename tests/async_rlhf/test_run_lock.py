@@ -21,7 +21,7 @@ import pytest
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.launch.exit_codes import INTERRUPTED, InterruptedRunError, exit_code
-from async_rlhf.launch.run_lock import Holder, RunLock, holder, is_held, signal_holder
+from async_rlhf.launch.run_lock import LockHolder, RunLock, holder, is_held, signal_holder
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision.supervisor import Supervisor
 from tests.async_rlhf.test_rank_processes import Idling
@@ -91,7 +91,7 @@ def test_a_lock_that_a_file_system_has_given_to_another_process_is_lost_and_rubb
     fcntl.flock(lock.descriptor, fcntl.LOCK_UN)
     process = hold()
     assert not RunLock(os.dup(lock.descriptor)).is_lost(path), "who inherited it does not decide"
-    assert lock.is_lost(path) and holder(path) == Holder(socket.gethostname(), process.pid)
+    assert lock.is_lost(path) and holder(path) == LockHolder(socket.gethostname(), process.pid)
 
 
 def test_a_run_whose_directory_another_host_has_taken_ends_its_processes_and_leaves_the_directory(small: Any) -> None:
@@ -153,7 +153,7 @@ def test_a_command_on_a_run_that_another_process_has_is_refused_until_that_is_ki
 ) -> None:
     RunDir.create(small()).retire()
     process = hold(path=small().run_dir / "lock")
-    assert holder(small().run_dir / "lock") == Holder(socket.gethostname(), process.pid)
+    assert holder(small().run_dir / "lock") == LockHolder(socket.gethostname(), process.pid)
     code, output = invoke(*small_arguments(), "--resume")
     assert code == 3 and f"is running (process {process.pid} on host" in output, output
     assert "stop it first: async-rlhf stop" in output
@@ -162,7 +162,7 @@ def test_a_command_on_a_run_that_another_process_has_is_refused_until_that_is_ki
     process.kill()
     process.wait(60)
     lock = RunLock.take(small().run_dir / "lock")
-    assert holder(small().run_dir / "lock") == Holder(socket.gethostname(), os.getpid())
+    assert holder(small().run_dir / "lock") == LockHolder(socket.gethostname(), os.getpid())
     lock.release()
     code, output = invoke("stop", small().run_dir)
     assert code == 3 and "is not running" in output, output

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from async_rlhf.actors.rewards.settings import settings_of
 from async_rlhf.actors.rewards.signature import Signature
-from async_rlhf.actors.scoring.model_stages import _Reference, reference
+from async_rlhf.actors.scoring.model_stages import _ReferenceOptions, reference
 from async_rlhf.actors.scoring.pool import STREAM
 from async_rlhf.api import train
 from async_rlhf.buffers.errors import ConfigError
@@ -76,7 +76,7 @@ def test_a_reference_reads_what_is_not_written_yet_and_forgets_it(small: Callabl
     begun = Signature.of(reference).arguments(
         [{"prompt_ids": [1, 2], "completion_ids": [3, 4], STREAM: 7, "source": "words"}], spec.options
     )
-    judge = _Reference.of(**spec.options).judge()
+    judge = _ReferenceOptions.of(**spec.options).judge()
     stream.prefetch(**begun)
     assert judge.streams == {7}
     stream.forget([7], **spec.options)

@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.spool.claims import Rejected
+from async_rlhf.buffers.spool.claims import RejectedLine
 from async_rlhf.buffers.spool.deposit import end, put
-from async_rlhf.buffers.spool.stream import Stream
+from async_rlhf.buffers.spool.stream import PromptStream
 from async_rlhf.cli.commands import app
 from async_rlhf.inspect.rollouts import records, replay
 from async_rlhf.inspect.status import lines, read
@@ -26,7 +26,7 @@ from async_rlhf.run.checks.spool import RowCheck, check_spool
 from async_rlhf.run.config import load
 from async_rlhf.run.display.console import StepPace
 from async_rlhf.run.reading import Reading
-from async_rlhf.run.run_dir import End, RunDir
+from async_rlhf.run.run_dir import RunDir, RunEnd
 from tests.conftest import QUICK, has_ended, wait_for
 
 
@@ -110,7 +110,7 @@ def test_a_line_that_is_of_no_use_to_the_run_is_set_aside_with_the_reason(small:
     found = check([good, *(line for line, _ in LINES), good])
     assert found[0] == found[-1] == '{"prompt": "a", "answer": "ä"}'
     for (line, says), each in zip(LINES, found[1:-1], strict=True):
-        assert isinstance(each, Rejected) and says in each.reason, (line[:60], each)
+        assert isinstance(each, RejectedLine) and says in each.reason, (line[:60], each)
 
 
 ENVIRONMENT = """
@@ -132,7 +132,7 @@ def test_a_line_of_a_source_that_nothing_judges_or_teaches_is_set_aside(small: A
         config = small(**fed(tmp_path, **settings))
         preflight(config)
         good, bad = RowCheck(config)([line % b"words", line % b"other"])
-        assert isinstance(good, str) and isinstance(bad, Rejected) and says in bad.reason
+        assert isinstance(good, str) and isinstance(bad, RejectedLine) and says in bad.reason
 
 
 def test_what_a_spool_cannot_give_is_refused_before_the_run(small: Any, tmp_path: Path) -> None:
@@ -153,8 +153,8 @@ def test_what_a_spool_cannot_give_is_refused_before_the_run(small: Any, tmp_path
 def test_a_run_that_failed_before_its_first_step_keeps_the_rows_that_it_has_claimed(small: Any, tmp_path: Path) -> None:
     config = small(**fed(tmp_path))
     run = RunDir.create(config)
-    run.record_end(End(code=4, reason="stalled", finished=False))
-    with closing(Stream(run.path / "data" / "spool")) as stream:
+    run.record_end(RunEnd(code=4, reason="stalled", finished=False))
+    with closing(PromptStream(run.path / "data" / "spool")) as stream:
         stream.append([((1, 1), '{"prompt": "a"}')])
     run.retire()
     with pytest.raises(ConfigError, match="Continue it with --resume, remove it with --overwrite"):

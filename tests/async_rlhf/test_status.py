@@ -18,7 +18,7 @@ from rich.console import Console
 
 from async_rlhf.inspect.status import lines, read
 from async_rlhf.launch.sockets import hub_address, socket_directory
-from async_rlhf.learner.loop.changes import Applied, Asked, Ledger
+from async_rlhf.learner.loop.changes import Applied, ChangeLedger, ChangeRequest
 from async_rlhf.run.display.console import Display, beginning, held_out, line, sample_line
 from async_rlhf.run.display.notebook import NotebookDisplay
 from async_rlhf.run.reading import Reading
@@ -116,8 +116,8 @@ def test_of_many_evaluations_and_changes_those_that_count_are_shown(run: RunDir)
     reading = Reading(run)
 
     def change(numbers: range) -> list[str]:
-        made = [(Asked(number=n, values={"guard.max_kl": (None, 1.0)}), Applied(number=n, step=n)) for n in numbers]
-        Ledger(run.path).append(lambda history: [line for pair in made for line in pair])
+        made = [(ChangeRequest(number=n, values={"guard.max_kl": (None, 1.0)}), Applied(number=n, step=n)) for n in numbers]
+        ChangeLedger(run.path).append(lambda history: [line for pair in made for line in pair])
         return [text for text in lines(run, read(reading)) if text.startswith("changed")]
 
     assert change(range(1, 11)) == [f"changed: guard.max_kl null -> 1.0, from step {step} on" for step in range(1, 11)]

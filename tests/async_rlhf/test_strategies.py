@@ -20,7 +20,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.launch import machine
 from async_rlhf.launch.exit_codes import InterruptedRunError
 from async_rlhf.launch.local import LocalLauncher
-from async_rlhf.launch.placement import Host, Part, Placement, Strategy, Wanted, cpu_sets, place, shares
+from async_rlhf.launch.placement import Host, Part, Placement, Strategy, WantedNodes, cpu_sets, place, shares
 from async_rlhf.launch.program import Node, Process
 from async_rlhf.preparation import prepare
 from async_rlhf.run.hosts.placement import placement_of, table, with_threads
@@ -75,7 +75,7 @@ def test_on_two_cpus_scoring_is_with_the_learner_or_with_generation_and_on_four_
 
 
 def on(hosts: tuple[Host, ...], **wanted: Any) -> Placement:
-    return place(Wanted(scorer=True, **wanted), hosts)
+    return place(WantedNodes(scorer=True, **wanted), hosts)
 
 
 def test_without_a_strategy_a_process_is_held_to_nothing() -> None:
@@ -109,7 +109,7 @@ def test_a_host_under_two_names_divides_its_cpus_once() -> None:
 
 
 runs_with_a_scorer = st.builds(
-    Wanted,
+    WantedNodes,
     ranks=st.integers(1, 3),
     rank_devices=st.sampled_from([0, 1]),
     actors=st.integers(1, 6),
@@ -125,7 +125,7 @@ hosts_with_devices = st.lists(st.tuples(st.integers(4, 8), st.integers(2, 32)), 
 
 @given(runs_with_a_scorer, hosts_with_devices, strategies)
 def test_whatever_is_placed_parts_that_are_apart_share_neither_cpus_nor_devices(
-    wanted: Wanted, inventory: tuple[Host, ...], strategy: Strategy
+    wanted: WantedNodes, inventory: tuple[Host, ...], strategy: Strategy
 ) -> None:
     try:
         slots = place(replace(wanted, strategy=strategy), inventory).slots
@@ -218,7 +218,7 @@ def test_a_launcher_holds_the_child_and_not_itself(tmp_path: Path) -> None:
 
 def test_check_shows_the_cpus_of_each_process(small: Callable[..., Any]) -> None:
     config, inventory = small(**{"placement.strategy": "separation", "scoring.placement": "process"}), (Host(cpus=2),)
-    placement = place(Wanted(scorer=True, strategy="separation"), inventory)
+    placement = place(WantedNodes(scorer=True, strategy="separation"), inventory)
     assert [line.split() for line in table(config, inventory, placement)] == [
         ["process", "host", "devices", "CPUs"],
         ["hub", "this", "machine", "none", "all"],

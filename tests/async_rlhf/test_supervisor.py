@@ -27,7 +27,7 @@ from async_rlhf.preparation import prepare
 from async_rlhf.run.display import Progress
 from async_rlhf.run.processes.evaluation import record_evaluation
 from async_rlhf.run.reading import Reading
-from async_rlhf.run.run_dir import End, RunDir
+from async_rlhf.run.run_dir import RunDir, RunEnd
 from async_rlhf.run.supervision import supervisor as supervising
 from async_rlhf.run.supervision.supervisor import Supervisor
 from tests.async_rlhf.test_faults import steps, trained_groups
@@ -152,7 +152,7 @@ def test_a_run_that_cannot_begin_ends_at_once_keeps_the_reason_and_leaves_its_na
     supervisor = Supervisor(config, run, Spoiling(run, "learner", "one", "two", "too many", good=0))
     with pytest.raises(WorkerLostError, match=r"learner ended 2 times.*code 1 \(TypeError: .*takes") as raised:
         supervisor.run()
-    assert run.end() == End(code=WORKER_LOST, reason=str(raised.value), finished=False)
+    assert run.end() == RunEnd(code=WORKER_LOST, reason=str(raised.value), finished=False)
     found = status.read(Reading(run))
     assert found["state"] == "failed" and f"ended with code 5: {raised.value}" in status.lines(run, found)
 

@@ -25,8 +25,8 @@ from async_rlhf.run.processes.tracking import (
     _MOST_MEMORY,
     _alone,
     _bounded_memory,
-    _Lines,
     _Sent,
+    _UnsentLines,
     measures,
     rewind,
     track,
@@ -281,7 +281,7 @@ def test_a_table_has_all_groups_of_its_step_also_those_that_come_later_and_each_
 ) -> None:
     run, tables = supervised("none").run, list[tuple[int, list[Any]]]()
     tracker: Any = SimpleNamespace(table=lambda name, step, at, rows: tables.append((step, [row["prompt"] for row in rows])))
-    lines, sent = _Lines(Reading(run)), _Sent()
+    lines, sent = _UnsentLines(Reading(run)), _Sent()
     for done, steps in enumerate(((1,), (1, 2), (25,), (25, 49), (50,))):
         with run.samples.open("a") as file:
             file.writelines(

@@ -19,11 +19,11 @@ from async_rlhf.api import train
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.counterfactual.__main__ import app, batches_for, check_memory
 from async_rlhf.experiments.counterfactual.gradients import Gradients, rewards_of
-from async_rlhf.experiments.counterfactual.measures import Array, Reference, ceiling
+from async_rlhf.experiments.counterfactual.measures import Array, FreshGradients, ceiling
 from async_rlhf.experiments.counterfactual.page import (
     FRESH,
-    Interval,
-    Row,
+    CorrectionInterval,
+    EstimateRow,
     over_seeds,
     render,
     sentences,
@@ -58,12 +58,12 @@ def whole(parts: Parts) -> Array:
     return np.asarray(parts[0].sum(0, dtype=np.float64) / parts[1].sum())
 
 
-def world(noise: float, seed: int, scale: float = 1.0) -> tuple[Array, Reference, Array]:
+def world(noise: float, seed: int, scale: float = 1.0) -> tuple[Array, FreshGradients, Array]:
     """A true gradient of norm 1, its reference, and an estimate of `scale` times it from other samples."""
     random = np.random.default_rng(seed)
     gradient_P = random.normal(size=PARAMETERS)
     gradient_P /= np.linalg.norm(gradient_P)
-    reference = Reference(*noisy(gradient_P, BATCHES, noise, random))
+    reference = FreshGradients(*noisy(gradient_P, BATCHES, noise, random))
     return gradient_P, reference, whole(noisy(scale * gradient_P, 16, noise, random))
 
 
@@ -139,13 +139,14 @@ def test_the_command_leaves_rows_and_a_page_and_says_when_the_reference_is_small
         assert max(found) - min(found) < 1e-4, measure
 
 
-def rows_at(seed: int, shares: tuple[float, ...], cosines: tuple[float, ...], staleness: float = 7.5) -> list[Row]:
+def rows_at(seed: int, shares: tuple[float, ...], cosines: tuple[float, ...], staleness: float = 7.5) -> list[EstimateRow]:
     """Of one run: a fresh batch, and corrections with these shares and cosines."""
-    near = Interval(0.5, 0.4, 0.6)
-    fresh = Row(seed, 10, FRESH, staleness, 8, 16, 4096, 0.6, 0.87, near, near, near)
+    near = CorrectionInterval(0.5, 0.4, 0.6)
+    fresh = EstimateRow(seed, 10, FRESH, staleness, 8, 16, 4096, 0.6, 0.87, near, near, near)
     found = zip(("uncorrected", "ppo_clip", "naive"), shares, cosines, strict=False)
-    return [fresh, *(replace(fresh, estimate=name, fresh_below=0.5, norm_ratio=Interval(1.0), share=Interval(share),
-                             cosine=Interval(cosine)) for name, share, cosine in found)]  # fmt: skip
+    stale = replace(fresh, fresh_below=0.5, norm_ratio=CorrectionInterval(1.0))
+    shown = ((name, CorrectionInterval(share), CorrectionInterval(cosine)) for name, share, cosine in found)
+    return [fresh, *(replace(stale, estimate=name, share=share, cosine=cosine) for name, share, cosine in shown)]
 
 
 def test_several_runs_are_a_mean_whose_interval_is_over_seeds_and_sentences_are_worded_by_it_after_holm() -> None:

@@ -10,16 +10,16 @@ from random import Random
 import pytest
 
 from async_rlhf.experiments.soak.report import write
-from async_rlhf.experiments.soak.slopes import Sample, Slope, slope
-from async_rlhf.experiments.soak.soak import Plan, books, misused, soak
+from async_rlhf.experiments.soak.slopes import Slope, SlopeSample, slope
+from async_rlhf.experiments.soak.soak import SoakPlan, books, misused, soak
 from async_rlhf.run.run_dir import RunDir
 
 WARM_UP_H = 60 / 3600
 
 
-def samples(values: list[float], life: int = 0) -> list[Sample]:
+def samples(values: list[float], life: int = 0) -> list[SlopeSample]:
     """One a second, at 40 steps a second."""
-    return [Sample(life, i / 3600, 0.04 * i, value) for i, value in enumerate(values)]
+    return [SlopeSample(life, i / 3600, 0.04 * i, value) for i, value in enumerate(values)]
 
 
 def found(values: list[float]) -> Slope:
@@ -67,7 +67,7 @@ def test_rows_that_are_lost_twice_bound_or_used_too_often_are_named() -> None:
     assert misused([0, 1, 1], 3, twice, set(), 2) == ["the stream has 3 rows, not 0 to 2 in their order"]
 
 
-def settled(life: list[Sample]) -> list[float]:
+def settled(life: list[SlopeSample]) -> list[float]:
     """Without what a process opens while it starts, which takes as long as the machine likes: the run does not get 50 steps on
     while one of its roles is missing."""
     return [each.value for each in life if each.steps >= life[0].steps + 0.05]
@@ -82,7 +82,7 @@ def rises(values: list[float]) -> bool:
 
 @pytest.mark.rest
 def test_a_short_soak_keeps_its_books_and_holds_no_more_than_at_its_beginning(tmp_path: Path) -> None:
-    plan = Plan(seconds=600.0, steps=250, kills=3, viewers=2)
+    plan = SoakPlan(seconds=600.0, steps=250, kills=3, viewers=2)
     seen = soak(plan, tmp_path)
     kept = books(RunDir.existing(tmp_path / "run"), seen.rows)
     assert seen.exit_code == 0, (tmp_path / "train.log").read_text()[-2000:]

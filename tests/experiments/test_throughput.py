@@ -28,13 +28,13 @@ from async_rlhf.actors.rewards import resolve
 from async_rlhf.buffers.protocol import packing, wire
 from async_rlhf.experiments.throughput import __main__ as bench
 from async_rlhf.experiments.throughput import growth, judges, pipeline
-from async_rlhf.experiments.throughput.harness import MODEL, Bench, MissingError, Row, alternate, rates
+from async_rlhf.experiments.throughput.harness import MODEL, Bench, BenchmarkRow, MissingError, alternate, rates
 from async_rlhf.experiments.throughput.judges import BATCH_SIZE
 from async_rlhf.experiments.throughput.learner import bare, bare_batches, long_tailed, make_groups, ours
 from async_rlhf.experiments.throughput.pipeline import (
     LOADS,
+    MeasuredSteps,
     Recorded,
-    Steps,
     in_window,
     make_endless,
     our_config,
@@ -59,7 +59,7 @@ def test_sides_take_turns_in_alternating_order_and_the_first_turn_is_left_out() 
 
 
 def test_a_ratio_is_the_median_of_the_turns_ratios_with_lowest_and_highest() -> None:
-    row = Row.of("load", rates(60.0, {"ours": [1.0, 2.0, 3.0], "other": [2.0, 2.0, 9.0]}), "tok/s", at_least=1.2)
+    row = BenchmarkRow.of("load", rates(60.0, {"ours": [1.0, 2.0, 3.0], "other": [2.0, 2.0, 9.0]}), "tok/s", at_least=1.2)
     assert row.sides == {"ours": 30.0, "other": 30.0}
     assert (row.ratio, row.lowest, row.highest, row.turns) == (2.0, 1.0, 3.0, 3)
     assert str(row) == "load: ours 30 tok/s  other 30 tok/s; ratio 2 (1 to 3); turns 3; goal at least 1.2, reached"
@@ -82,8 +82,8 @@ assert own_cpu_s() - before >= 0.9 * sum(map(float, took)), (own_cpu_s() - befor
 
 
 def test_a_part_without_its_package_keeps_its_rows_and_ends_with_the_code_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def part(bench: Bench) -> Iterator[Row]:
-        yield Row.of("load", {"bytes": [bench.slots or 1] * bench.num_turns(5)}, "bytes")
+    def part(bench: Bench) -> Iterator[BenchmarkRow]:
+        yield BenchmarkRow.of("load", {"bytes": [bench.slots or 1] * bench.num_turns(5)}, "bytes")
         raise MissingError("vLLM is not installed")
 
     monkeypatch.setattr(bench, "load_part", lambda name: part)
@@ -106,8 +106,8 @@ def test_every_part_is_there_and_another_is_refused_by_name() -> None:
 def test_a_load_that_no_part_has_is_named_and_one_of_another_part_is_no_failure(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def part(bench: Bench) -> Iterator[Row]:
-        yield from (Row.of(name, {"a": [1.0]}, "s") for name in ("tiny, alone",) if bench.load in name)
+    def part(bench: Bench) -> Iterator[BenchmarkRow]:
+        yield from (BenchmarkRow.of(name, {"a": [1.0]}, "s") for name in ("tiny, alone",) if bench.load in name)
 
     monkeypatch.setattr(bench, "load_part", lambda name: part)
     done = CliRunner().invoke(bench.app, ["learner", "--load", "tiny,alone"])
@@ -115,7 +115,7 @@ def test_a_load_that_no_part_has_is_named_and_one_of_another_part_is_no_failure(
     assert CliRunner().invoke(bench.app, ["learner", "--load", "alone"]).exit_code == 0
 
     def measure(part: str, options: list[str], quiet: bool) -> bench.Outcome:
-        rows = (Row.of("equal", {"a": [1.0]}, "s"),) if (part, "equal") == ("engine", options[-1]) else ()
+        rows = (BenchmarkRow.of("equal", {"a": [1.0]}, "s"),) if (part, "equal") == ("engine", options[-1]) else ()
         return bench.Outcome("measured" if rows else "no load of this name", rows, 1.0)
 
     monkeypatch.setattr(bench, "measure", measure)
@@ -131,7 +131,7 @@ def test_a_part_that_fails_is_named_at_the_end_and_the_others_are_in_the_file(
         how = {"queue": "failed (1)", "vllm_side": "missing a package"}.get(part, "measured")
         own = ["--slots", "4"] if part in ("engine", "vllm_side") else []
         assert options == ["--json", "--small", "--turns", "2", *own]
-        rows = (Row.of("load", {"a": [1.0], "b": [2.0]}, "s"),) if how == "measured" else ()
+        rows = (BenchmarkRow.of("load", {"a": [1.0], "b": [2.0]}, "s"),) if how == "measured" else ()
         return bench.Outcome(how, rows, 1.0)
 
     monkeypatch.setattr(bench, "measure", measure)
@@ -144,12 +144,12 @@ def test_a_part_that_fails_is_named_at_the_end_and_the_others_are_in_the_file(
     assert run["machine"]["cores"] and run["machine"]["cpu"] == processor() and run["versions"]["torch"]
     assert run["commit"] or not (REPOSITORY / ".git").exists(), "an unpacked archive has none"
     assert len(written["rows"]) == len(bench.PARTS) - 2
-    assert written["rows"][0].keys() == {"run", *asdict(Row.of("load", {"a": [1.0]}, "s"))}
+    assert written["rows"][0].keys() == {"run", *asdict(BenchmarkRow.of("load", {"a": [1.0]}, "s"))}
 
 
 @given(st.lists(st.floats(0.01, 10), min_size=6, max_size=20), st.integers(1, 2), st.integers(0, 2))
 def test_the_rate_and_the_mean_length_are_of_the_window_alone(seconds: list[float], first: int, last: int) -> None:
-    steps = Steps(first, len(seconds) - first - last, last)
+    steps = MeasuredSteps(first, len(seconds) - first - last, last)
     inside = seconds[first : first + steps.measured]
     tokens = [999] * first + [2 * BATCH_SIZE] * len(inside) + [999] * last
     rate, length = in_window(Recorded([*accumulate(seconds)], tokens), steps)
@@ -160,7 +160,7 @@ def test_the_rate_and_the_mean_length_are_of_the_window_alone(seconds: list[floa
 
 @pytest.mark.parametrize("max_staleness", [0, 2, 8])
 def test_no_measured_step_is_one_in_which_the_actor_had_no_more_to_do(max_staleness: int) -> None:
-    steps = Steps.of_asynchronous(max_staleness)
+    steps = MeasuredSteps.of_asynchronous(max_staleness)
     # The credit for the last group can be given this many steps before the run ends, not earlier.
     assert steps.first + steps.measured <= sum(steps) - (max_staleness + 1)
     assert steps.first > max_staleness + 1

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.experiments.warm_start.make_model import accuracy, completion_loss
-from async_rlhf.experiments.warm_start.make_player import Piece, turn_loss
+from async_rlhf.experiments.warm_start.make_player import PlayedPart, turn_loss
 from async_rlhf.experiments.warm_start.make_player import demonstrate as demonstrate_episodes
 from async_rlhf.experiments.warm_start.speller import (
     HABITS,
@@ -110,7 +110,7 @@ def test_episodes_alternate_and_say_what_is_true() -> None:
 
 def test_turns_alone_bear_the_loss_of_the_player() -> None:
     tokenizer, model = make_tokenizer(), make_model(make_tokenizer(), 0)
-    episode = [Piece("1 * 2 =\n", False), Piece("<1 * 2>", True), Piece("2\n", False), Piece("2", True)]
+    episode = [PlayedPart("1 * 2 =\n", False), PlayedPart("<1 * 2>", True), PlayedPart("2\n", False), PlayedPart("2", True)]
     loss = turn_loss(model, tokenizer, [episode, episode[:2]])
     rows, total, count = [episode, episode[:2]], 0.0, 0
     for row in rows:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 
 from async_rlhf.buffers.record import Group, Rollout, Score, Span
 from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.learner.batch.rows import Row, make_rows, split_updates
+from async_rlhf.learner.batch.rows import BatchRow, make_rows, split_updates
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.objective.estimation import TokenTargets
 from async_rlhf.learner.step import controller
@@ -124,7 +124,7 @@ ADVANTAGES = [[1.0, -1.5, 0.5]] * 4
 ROWS = make_rows(GROUPS, ADVANTAGES)
 
 
-def make_updates(num_updates: int = 1, groups: Sequence[Group] = GROUPS, advantages: Any = ADVANTAGES) -> list[list[Row]]:
+def make_updates(num_updates: int = 1, groups: Sequence[Group] = GROUPS, advantages: Any = ADVANTAGES) -> list[list[BatchRow]]:
     return split_updates(make_rows(groups, advantages), num_updates)
 
 
@@ -156,7 +156,7 @@ def save(backend: Controller, directory: Path) -> Path:
     return directory
 
 
-def with_returns(backend: Controller, value: float) -> list[Row]:
+def with_returns(backend: Controller, value: float) -> list[BatchRow]:
     """`ROWS` with what the critic sees of them now, and a return for every token to fit."""
     seen = backend.evaluate(ROWS)
 

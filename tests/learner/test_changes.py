@@ -20,7 +20,17 @@ from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import DamagedError, DivergedError
 from async_rlhf.buffers.files import Disk
 from async_rlhf.learner.config import GuardConfig
-from async_rlhf.learner.loop.changes import Applied, Asked, Change, History, Ledger, Line, LiveChanges, Undone, described
+from async_rlhf.learner.loop.changes import (
+    Applied,
+    Change,
+    ChangeHistory,
+    ChangeLedger,
+    ChangeRequest,
+    Line,
+    LiveChanges,
+    Undone,
+    described,
+)
 from async_rlhf.learner.loop.trainer import TrainerConfig
 from tests.conftest import file_size_limit
 from tests.learner.lives import Killed, Live, make_batches
@@ -29,7 +39,9 @@ RATE = "learner.learning_rate"
 
 
 def ask(run: Path, value: Any, key: str = RATE) -> None:
-    Ledger(run).append(lambda history: [Asked(number=history.last_number + 1, values={key: (history.asked().get(key), value)})])
+    ChangeLedger(run).append(
+        lambda history: [ChangeRequest(number=history.last_number + 1, values={key: (history.asked().get(key), value)})]
+    )
 
 
 class Learner:
@@ -56,7 +68,7 @@ class Learner:
     def go_back(self, step: int) -> None:
         self.recorded = self.checkpoint = step
         self.made = {made: values for made, values in self.made.items() if made <= step}
-        Ledger(self.run).append(lambda history: [Undone(step=step), *history.apply(step + 1)])
+        ChangeLedger(self.run).append(lambda history: [Undone(step=step), *history.apply(step + 1)])
         self.begin()
 
 
@@ -85,12 +97,12 @@ def test_a_step_that_is_made_again_has_the_values_it_had_and_no_change_is_lost(
             case "ask":
                 asked += 1
                 ask(learner.run, asked)
-            case "tear" if Ledger(learner.run).path.exists():
-                with Ledger(learner.run).path.open("a") as file:
+            case "tear" if ChangeLedger(learner.run).path.exists():
+                with ChangeLedger(learner.run).path.open("a") as file:
                     file.write('{"kind": "asked", "numb')
             case ("go back", back) if back <= learner.checkpoint:
                 learner.go_back(back)
-    newest = Ledger(learner.run).read().asked()
+    newest = ChangeLedger(learner.run).read().asked()
     for _ in range(60):
         learner.train()
     assert learner.made[learner.step] == newest, "what was asked holds in the end"
@@ -113,29 +125,29 @@ def test_what_waits_while_the_learner_is_dead_is_applied_behind_every_step_that_
 
 def test_a_later_change_wins_and_going_back_forgets_what_came_after(tmp_path: Path) -> None:
     lines: list[Line] = [
-        Asked(number=1, values={RATE: (1.0, 2.0)}),
+        ChangeRequest(number=1, values={RATE: (1.0, 2.0)}),
         Applied(number=1, step=5),
-        Asked(number=2, values={RATE: (2.0, 3.0)}),
+        ChangeRequest(number=2, values={RATE: (2.0, 3.0)}),
         Applied(number=2, step=8),
     ]
-    history = History().then(lines)
+    history = ChangeHistory().then(lines)
     assert [history.in_force(step).get(RATE) for step in (4, 5, 7, 8)] == [None, 2.0, 2.0, 3.0]
-    back = History().then([*lines, Undone(step=7)])
+    back = ChangeHistory().then([*lines, Undone(step=7)])
     assert back.in_force(100) == {RATE: 2.0} and back.last_number == 2
     assert described(back.changes[0]) == f"{RATE} 1.0 -> 2.0, from step 5 on"
 
 
 def test_a_torn_last_line_is_cut_off_by_the_next_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
     ask(tmp_path, 1.0)
-    path = Ledger(tmp_path).path
+    path = ChangeLedger(tmp_path).path
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:-9])
-    assert [change.number for change in Ledger(tmp_path).read().changes] == [1]
+    assert [change.number for change in ChangeLedger(tmp_path).read().changes] == [1]
     ask(tmp_path, 2.0)
     assert [json.loads(line)["number"] for line in path.read_text().splitlines()] == [1, 2]
     path.write_bytes(whole[:20] + b"\n" + whole)
     with pytest.raises(DamagedError, match=r"changes\.jsonl is damaged"):
-        Ledger(tmp_path).read()
+        ChangeLedger(tmp_path).read()
 
 
 def test_on_a_full_disk_a_change_waits_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,15 +169,15 @@ def test_on_a_full_disk_a_change_waits_and_the_run_goes_on(tmp_path: Path, monke
 
 def test_where_there_is_room_for_a_part_of_a_line_nothing_is_applied(tmp_path: Path) -> None:
     ask(tmp_path, 0.5)
-    with file_size_limit(Ledger(tmp_path).path.stat().st_size + 20), pytest.raises(OSError):
-        Ledger(tmp_path).append(lambda history: history.apply(1))
-    assert [change.step for change in Ledger(tmp_path).read().changes] == [None]
+    with file_size_limit(ChangeLedger(tmp_path).path.stat().st_size + 20), pytest.raises(OSError):
+        ChangeLedger(tmp_path).append(lambda history: history.apply(1))
+    assert [change.step for change in ChangeLedger(tmp_path).read().changes] == [None]
 
 
 def test_an_operator_who_hangs_while_asking_holds_up_no_step(tmp_path: Path) -> None:
     learner = Learner(tmp_path)
     ask(tmp_path, 0.5)
-    with Ledger(tmp_path).path.open("rb") as held:
+    with ChangeLedger(tmp_path).path.open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         learner.train()
         learner.train()
@@ -185,19 +197,19 @@ def test_a_change_is_asked_for_and_applied_on_a_network_file_system(tmp_path: Pa
 def test_of_two_who_ask_at_once_the_second_decides_by_what_the_first_has_asked(tmp_path: Path) -> None:
     decided = threading.Event()
 
-    def first(history: History) -> list[Line]:
+    def first(history: ChangeHistory) -> list[Line]:
         other.start()
         assert not decided.wait(0.2), "the ledger is locked from the reading of it to the last line"
-        return [Asked(number=history.last_number + 1, values={RATE: (history.asked().get(RATE), 1.0)})]
+        return [ChangeRequest(number=history.last_number + 1, values={RATE: (history.asked().get(RATE), 1.0)})]
 
-    def second(history: History) -> list[Line]:
+    def second(history: ChangeHistory) -> list[Line]:
         decided.set()
-        return [Asked(number=history.last_number + 1, values={RATE: (history.asked().get(RATE), 2.0)})]
+        return [ChangeRequest(number=history.last_number + 1, values={RATE: (history.asked().get(RATE), 2.0)})]
 
-    other = threading.Thread(target=Ledger(tmp_path).append, args=(second,))
-    Ledger(tmp_path).append(first)
+    other = threading.Thread(target=ChangeLedger(tmp_path).append, args=(second,))
+    ChangeLedger(tmp_path).append(first)
     other.join(60)
-    asked = [(change.number, change.values[RATE]) for change in Ledger(tmp_path).read().changes]
+    asked = [(change.number, change.values[RATE]) for change in ChangeLedger(tmp_path).read().changes]
     assert asked == [(1, (None, 1.0)), (2, (1.0, 2.0))]
 
 
@@ -206,7 +218,7 @@ def test_a_learner_that_lives_goes_on_with_what_it_knows_beside_a_damaged_ledger
     ask(tmp_path, 0.5)
     for _ in range(2):
         learner.train()
-    Ledger(tmp_path).path.write_text("edited by hand\n")
+    ChangeLedger(tmp_path).path.write_text("edited by hand\n")
     learner.train()
     assert learner.made[3] == {RATE: 0.5}
     with pytest.raises(DamagedError):
@@ -216,18 +228,18 @@ def test_a_learner_that_lives_goes_on_with_what_it_knows_beside_a_damaged_ledger
 def test_a_run_without_changes_has_no_ledger_and_one_that_is_there_is_read_where_it_has_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learner, ledger = Learner(tmp_path), Ledger(tmp_path)
+    learner, ledger = Learner(tmp_path), ChangeLedger(tmp_path)
     learner.train()
-    assert not list(tmp_path.iterdir()) and ledger.read() == History()
+    assert not list(tmp_path.iterdir()) and ledger.read() == ChangeHistory()
     assert described(Change(1, {"guard.target": (None, 2)})) == "guard.target null -> 2, waits for the next step"
     for number in (1, 2):
         ask(tmp_path, 1.0)
         assert len(ledger.read().changes) == number
         with monkeypatch.context() as patch:
-            patch.setattr(Ledger, "_history", lambda *_: pytest.fail("it is as it was"))
+            patch.setattr(ChangeLedger, "_history", lambda *_: pytest.fail("it is as it was"))
             ledger.read()
     ledger.path.unlink()
-    assert ledger.read() == History()
+    assert ledger.read() == ChangeHistory()
 
 
 STEPS = 8
@@ -256,8 +268,8 @@ def apply(run: Path, step: int, **values: Any) -> None:
     """A change that the learner takes up at this step."""
     run.mkdir(exist_ok=True)
     pairs = {name.replace("__", "."): (None, value) for name, value in values.items()}
-    Ledger(run).append(lambda history: [Asked(number=history.last_number + 1, values=pairs)])
-    Ledger(run).append(lambda history: history.apply(step))
+    ChangeLedger(run).append(lambda history: [ChangeRequest(number=history.last_number + 1, values=pairs)])
+    ChangeLedger(run).append(lambda history: history.apply(step))
 
 
 @pytest.mark.parametrize("killed_at", [("publish", 5), ("trained", 4)])

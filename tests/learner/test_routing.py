@@ -26,7 +26,7 @@ from async_rlhf.learner.batch.packing import Packing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.model.policy import Policy, check_policy
-from async_rlhf.learner.model.routing import Replay
+from async_rlhf.learner.model.routing import RoutingReplay
 
 QUICK = ("deepseek_v3", "olmoe", "qwen3_moe")
 ALL = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.rest) for kind in sorted(SOFTMAX | SIGMOID)]
@@ -175,7 +175,7 @@ def test_a_router_that_mixes_otherwise_than_its_family_is_refused(monkeypatch: p
     model = moe("qwen3_moe")
     monkeypatch.setattr(routers(model)[0], "routed_scaling_factor", 2.0, raising=False)
     with pytest.raises(ConfigError, match="model type 'qwen3_moe', whose choice of experts cannot be recorded"):
-        Replay(model)
+        RoutingReplay(model)
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.rest] * (kind != "olmoe")) for kind in MIXTURES])

@@ -15,9 +15,9 @@ from async_rlhf.experiments.planning import validation
 from async_rlhf.experiments.planning.model.model_costs import ModelCosts, read
 from async_rlhf.experiments.planning.model.stages import (
     Device,
+    DeviceLink,
     Efficiency,
     Layout,
-    Link,
     Place,
     catalogue,
     decode_step_s,
@@ -118,7 +118,7 @@ def test_a_step_of_one_row_reads_the_experts_it_meets_and_many_rows_read_all() -
 
 
 def test_collectives_are_the_sums_of_their_rounds() -> None:
-    link = Link(latency_s=1.0, bytes_per_s=8.0)
+    link = DeviceLink(latency_s=1.0, bytes_per_s=8.0)
     assert link.gather_s(64, 4) == 3 * (1 + 16 / 8)
     assert link.reduce_s(64, 4) == 2 * 3 * 1 + 2 * 3 / 4 * 64 / 8
     assert link.reduce_s(64, 1) == 0 and link.send_s(64) == 1 + 8

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from async_rlhf.run.run_dir import End, RunDir
+from async_rlhf.run.run_dir import RunDir, RunEnd
 from async_rlhf.serve.daemon import Daemon
 from async_rlhf.serve.queue_dir import QueueDir
-from async_rlhf.serve.turns import MAX_LOSSES, Entry
+from async_rlhf.serve.turns import MAX_LOSSES, QueueEntry
 from tests.conftest import wait_for
 
-Given = Callable[..., Entry]
+Given = Callable[..., QueueEntry]
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def lost(queue: QueueDir, small: Callable[..., Any], tmp_path: Path) -> Given:
     """A run that was lost as often as may be but once; its hook writes what it reads to `told`."""
     keep = ["/bin/sh", "-c", f"cat > {tmp_path}/telling && mv {tmp_path}/telling {tmp_path}/told"]
 
-    def make(name: str = "run", command: list[str] = keep) -> Entry:
+    def make(name: str = "run", command: list[str] = keep) -> QueueEntry:
         entry = queue.submit(small(name=name, **{"hooks.command": command}), tmp_path / "gone")
         queue.keep(replace(entry, state="running", losses=MAX_LOSSES - 1))
         return entry
@@ -69,7 +69,7 @@ def test_a_run_that_has_said_how_it_ended_is_not_told_of_again(
 ) -> None:
     lost()
     run = RunDir.create(small(name="run", output_dir=str(queue.runs)))
-    run.record_end(End(code=4, reason="stalled", finished=False))
+    run.record_end(RunEnd(code=4, reason="stalled", finished=False))
     run.retire()
     daemon = Daemon(queue, say=lambda line: None)
     daemon.look()

@@ -22,11 +22,11 @@ from async_rlhf.launch.depot import Depot
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.serve.daemon import Daemon
 from async_rlhf.serve.queue_dir import QueueDir
-from async_rlhf.serve.turns import Entry, State
+from async_rlhf.serve.turns import QueueEntry, State
 from tests.async_rlhf.test_spooled_run import fed
 from tests.conftest import REPOSITORY, file_size_limit, invoke
 
-Queued = Callable[..., Entry]
+Queued = Callable[..., QueueEntry]
 HOLD = """
 import sys
 from pathlib import Path
@@ -46,7 +46,7 @@ def queue(tmp_path: Path) -> QueueDir:
 def queued(queue: QueueDir, small: Any, tmp_path: Path) -> Queued:
     """`queued("name", "failed")`: a run of this name in this state."""
 
-    def put(name: str, state: State = "waiting") -> Entry:
+    def put(name: str, state: State = "waiting") -> QueueEntry:
         entry = replace(queue.submit(small(name=name), tmp_path), state=state)
         queue.keep(entry)
         return entry

@@ -15,7 +15,7 @@ from async_rlhf.actors.engine import Completion, Partial, Request, RolloutKey, c
 from async_rlhf.actors.loop.context import RunContext
 from async_rlhf.actors.loop.worker import Worker
 from async_rlhf.actors.prompts import Row
-from async_rlhf.actors.scoring.pool import Interval, Scored, ScoringPool
+from async_rlhf.actors.scoring.pool import Scored, ScoringInterval, ScoringPool
 from async_rlhf.buffers.clients.actor import ActorClient
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import AsyncRLHFError, DeadlineError, RefusedError
@@ -118,7 +118,7 @@ class FakeScoring:
         return [
             Scored(
                 key, {"reward": Score(float(key.member * (key.group // 2 % 2)))},
-                stages={"reward": Interval(self._began.pop(key), time.time())}, reference=self._reference(key),
+                stages={"reward": ScoringInterval(self._began.pop(key), time.time())}, reference=self._reference(key),
             )
             for key in done
         ]  # fmt: skip

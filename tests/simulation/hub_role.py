@@ -20,9 +20,9 @@ from async_rlhf.buffers.hub.prompts import Prompts
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
-from async_rlhf.buffers.queue.recovery import Quarantine
+from async_rlhf.buffers.queue.recovery import QuarantineFile
 from async_rlhf.buffers.spool.claims import Spool
-from async_rlhf.buffers.spool.stream import Stream
+from async_rlhf.buffers.spool.stream import PromptStream
 from async_rlhf.buffers.weights.store import WeightStore
 from tests.simulation.disk import HubKilledError, MemoryDisk
 from tests.simulation.ether import TIMEOUT_S, Ether
@@ -88,7 +88,7 @@ class HubRole:
             journal = Journal(Path("/hub/queue"), segment_bytes=self._segment_bytes, files=self.disk, fsync=self._config.fsync)
             weights = WeightStore(Path("/hub/weights") if self.bound.exact else None, self.disk)
             quarantined = journal.replay.state.quarantined
-            quarantine = Quarantine(Path("/hub/quarantine.jsonl"), None, quarantined, self.disk)
+            quarantine = QuarantineFile(Path("/hub/quarantine.jsonl"), None, quarantined, self.disk)
             clock = lambda: self.world.now  # noqa: E731
             life = f"life {self.life}"
             bound, self._prompts = self._open_prompts()
@@ -113,7 +113,7 @@ class HubRole:
             return self.bound, None
         own, spool, order = Path("/hub/data/spool"), None, None
         if self._fed:
-            stream = Stream(own, files=self.disk)
+            stream = PromptStream(own, files=self.disk)
             spool = Spool(SPOOL, own, stream, lambda lines: [line.decode() for line in lines], self.disk)
             bound = replace(self.bound, numbers=stream.num_numbers, coming=True)
         if self._chosen:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from unittest.mock import patch
 
-from async_rlhf.buffers.protocol.message import Place
+from async_rlhf.buffers.protocol.message import SealedPlace
 from async_rlhf.buffers.weights import shared
 from tests.simulation.world import ViolationError
 
@@ -31,7 +31,7 @@ PART_BYTES = 60
 class SimPart:
     """What one process holds of a part of `whole`, the bytes of a set, which are those of all that hold it."""
 
-    place: Place
+    place: SealedPlace
     whole: bytearray
     index: int
     is_sealed: bool
@@ -45,7 +45,7 @@ class SimMemory:
         self.parts: dict[int, SimPart] = {}
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[SealedPlace]:
         return [part.place for _, part in sorted(self.parts.items())]
 
     @property
@@ -72,7 +72,7 @@ class SimMemory:
         for number in self.parts if index is None else [index]:
             self.parts[number].is_sealed = True
 
-    def take(self, index: int, place: Place) -> bool:
+    def take(self, index: int, place: SealedPlace) -> bool:
         found = self._machine.find(place, index, len(self._own))
         if found is not None:
             self.parts[index] = found
@@ -111,12 +111,12 @@ class Machine:
     def make(self, num_bytes: int) -> SimMemory:
         return SimMemory(self, num_bytes)
 
-    def attach(self, places: Sequence[Place], num_bytes: int) -> SimMemory | None:
+    def attach(self, places: Sequence[SealedPlace], num_bytes: int) -> SimMemory | None:
         memory = SimMemory(self, num_bytes)
         is_whole = len(places) == shared.num_parts(num_bytes)
         return memory if is_whole and all(memory.take(index, place) for index, place in enumerate(places)) else None
 
-    def find(self, place: Place, index: int, num_bytes: int) -> SimPart | None:
+    def find(self, place: SealedPlace, index: int, num_bytes: int) -> SimPart | None:
         """This part of a set of so many bytes, if it is at this place: held by the running process from now on."""
         held = self._held.get(place.pid, [])
         # A set is refused about as often as it would be in one part.
@@ -130,7 +130,7 @@ class Machine:
 
     def hold(self, whole: bytearray, index: int, *, is_sealed: bool) -> SimPart:
         pid = self._pids[self._running]
-        part = SimPart(Place(pid=pid, descriptor=len(self._held[pid]), token="simulated"), whole, index, is_sealed)
+        part = SimPart(SealedPlace(pid=pid, descriptor=len(self._held[pid]), token="simulated"), whole, index, is_sealed)
         self._held[pid].append(part)
         return part
 

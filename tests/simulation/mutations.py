@@ -17,7 +17,7 @@ from async_rlhf.buffers.queue import segment
 from async_rlhf.buffers.queue.admission import Admission, Credit
 from async_rlhf.buffers.queue.failures import Trials
 from async_rlhf.buffers.queue.fleet import Fleet
-from async_rlhf.buffers.queue.journal import Journal, Replay
+from async_rlhf.buffers.queue.journal import Journal, JournalReplay
 from async_rlhf.buffers.record import Entry
 from async_rlhf.buffers.weights.assembly import EarlyParts
 from async_rlhf.buffers.weights.broadcast import Epoch, Membership
@@ -238,7 +238,7 @@ def call_a_missing_page_damage() -> AbstractContextManager[Any]:
     """Only the very end of the journal may be unfinished."""
     honest = Journal._cut_off
 
-    def cut_off(self: Journal, replay: Replay, number: int, data: bytes, good: int) -> None:
+    def cut_off(self: Journal, replay: JournalReplay, number: int, data: bytes, good: int) -> None:
         if any(segment.whole_records(data, good + 1)):
             raise DamagedError(f"damaged at byte {good}")
         honest(self, replay, number, data, good)

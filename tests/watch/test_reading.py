@@ -27,7 +27,7 @@ from async_rlhf.watch.events import Span, events, stacked, timeline
 from async_rlhf.watch.prometheus import ALERTS, exposition
 from async_rlhf.watch.run import WatchedRun
 from async_rlhf.watch.runs import Runs
-from async_rlhf.watch.series import MAX_BUCKETS, MAX_METRICS, History, ages, numbers
+from async_rlhf.watch.series import MAX_BUCKETS, MAX_METRICS, MetricHistory, ages, numbers
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller" / "tokenizer.json"
 
@@ -179,14 +179,14 @@ def test_groups_at_the_same_time_stand_below_one_another() -> None:
     assert timeline([], {}, [])["lanes"] == []
 
 
-def history(values: Iterable[float], max_buckets: int = 8) -> History:
-    made = History(max_buckets)
+def history(values: Iterable[float], max_buckets: int = 8) -> MetricHistory:
+    made = MetricHistory(max_buckets)
     for step, value in enumerate(values, 1):
         made.add(step, {"reward": value})
     return made
 
 
-def curve(made: History) -> dict[str, list[float]]:
+def curve(made: MetricHistory) -> dict[str, list[float]]:
     return made.after(["reward"])["curves"]["reward"]
 
 
@@ -204,7 +204,7 @@ def test_however_long_it_is_a_curve_is_short_and_keeps_its_smallest_and_largest(
 
 
 def test_a_million_steps_have_as_many_points_as_a_picture_has_columns() -> None:
-    made = History()
+    made = MetricHistory()
     for step in range(0, 1_000_000, 70):
         made.add(step, {"reward": float(step)})
     assert MAX_BUCKETS // 2 <= len(curve(made)["step"]) <= MAX_BUCKETS
@@ -214,7 +214,7 @@ def test_a_million_steps_have_as_many_points_as_a_picture_has_columns() -> None:
 @given(st.lists(st.integers(1, 12), max_size=60), st.data())
 def test_a_reader_who_is_told_only_what_changed_knows_all(back: list[int], data: st.DataObject) -> None:
     """Whatever is restored and made again meanwhile. The reader joins parts as the page does."""
-    made, step, known = History(8), 0, dict[str, Any](layout="", last=0, curve={"step": [], "mean": []})
+    made, step, known = MetricHistory(8), 0, dict[str, Any](layout="", last=0, curve={"step": [], "mean": []})
     for by in back:
         step = max(1, step + 1 if by < 11 else step - by)
         made.add(step, {"reward": float(data.draw(st.integers(0, 9)))})
@@ -227,7 +227,7 @@ def test_a_reader_who_is_told_only_what_changed_knows_all(back: list[int], data:
 
 
 def test_a_learner_that_goes_on_from_a_checkpoint_takes_its_later_steps_back() -> None:
-    made = History()
+    made = MetricHistory()
     for step in (1, 2, 3, 2):
         made.add(step, {"reward": float(step)}, {0: 10})
     assert curve(made) == {"step": [1, 2], "mean": [1, 2], "min": [1, 2], "max": [1, 2]}
@@ -235,14 +235,14 @@ def test_a_learner_that_goes_on_from_a_checkpoint_takes_its_later_steps_back() -
 
 
 def test_tokens_by_age_are_summed_in_a_bucket_and_the_oldest_are_one() -> None:
-    made = History(2)
+    made = MetricHistory(2)
     for step in range(4):
         made.add(step, {}, {0: 3, 10**6: 1})
     assert made.after([])["ages"] == {"step": [0, 2], "tokens": [{0: 6, 32: 2}, {0: 6, 32: 2}]}
 
 
 def test_only_finite_numbers_are_drawn_and_names_that_a_damaged_file_invents_cost_no_memory() -> None:
-    made = History()
+    made = MetricHistory()
     for step in range(10):
         made.add(step, {f"{step}/{i}": 0.0 for i in range(100)})
     assert len(made.metrics) == MAX_METRICS

@@ -188,7 +188,7 @@ def written(size: int) -> str:
 
 
 @dataclass(frozen=True)
-class Load:
+class DeviceLoad:
     """What one process takes of one device, or of its host's memory. most: bytes to which it is limited, where it is."""
 
     process: str
@@ -230,7 +230,7 @@ def check_memory(config: Config, inventory: Inventory, placement: Placement, sha
     return [lines[0] + (f"; {len(lines) - 1} more alike" if len(lines) > 1 else "") for lines in found.values()]
 
 
-def _line(host: Host, device: int | None, size: int | None, held: Sequence[Load]) -> str:
+def _line(host: Host, device: int | None, size: int | None, held: Sequence[DeviceLoad]) -> str:
     where = f"{host}" if device is None else f"{host}, device {device}"
     total, known = sum(load.total for load in held), "" if size is None else f" of {written(size)}"
     if device is not None:
@@ -242,9 +242,9 @@ def _line(host: Host, device: int | None, size: int | None, held: Sequence[Load]
     return f"memory of {where}: about {written(total)}{known}, beside the libraries: {', '.join(each)}"
 
 
-def _loads(config: Config, shape: Shape, placement: Placement, host: Host, name: str) -> dict[int | None, list[Load]]:
+def _loads(config: Config, shape: Shape, placement: Placement, host: Host, name: str) -> dict[int | None, list[DeviceLoad]]:
     """By device of one host; under None what its own memory holds."""
-    found: dict[int | None, list[Load]] = {}
+    found: dict[int | None, list[DeviceLoad]] = {}
     is_rare = placement.evaluation_waits or not config.evaluation.every  # evaluations are not beside most of the training
     for process, slot in placement.slots.items():
         if slot.host != name or slot.devices is None or (process == "evaluation" and is_rare):
@@ -254,10 +254,10 @@ def _loads(config: Config, shape: Shape, placement: Placement, host: Host, name:
         for parts, device in _parts(config, shape, role, host, slot.devices):
             held.setdefault(device, Counter({"context": CONTEXT} if device is not None else {})).update(parts)
         for device, sums in held.items():
-            found.setdefault(device, []).append(Load(process, dict(sums)))
+            found.setdefault(device, []).append(DeviceLoad(process, dict(sums)))
         for own in config.environment.all.values() if role in _ENGINES else ():
             limit = own.worker_memory_mb
-            one = Load(f"environment-of-{process}", {"process": EPISODES}, None if limit is None else limit << 20)
+            one = DeviceLoad(f"environment-of-{process}", {"process": EPISODES}, None if limit is None else limit << 20)
             found.setdefault(None, []).extend([one] * own.workers)
     return found
 
@@ -313,7 +313,7 @@ def _engine_limit(config: Config, host: Host) -> int | None:
     return int(share * host.device_memory)
 
 
-def _check_device(config: Config, shape: Shape, host: Host, device: int, held: Sequence[Load]) -> None:
+def _check_device(config: Config, shape: Shape, host: Host, device: int, held: Sequence[DeviceLoad]) -> None:
     size, where = host.device_memory, f"device {device} of {host} ({written(host.device_memory or 0)})"
     assert size is not None
     engines = [load for load in held if load.role in _ENGINES]
@@ -335,7 +335,7 @@ def _check_device(config: Config, shape: Shape, host: Host, device: int, held: S
         raise ConfigError(f"{needed} of {where}, where {written(left)} are left; {way}")
 
 
-def _check_host(host: Host, held: Sequence[Load]) -> None:
+def _check_host(host: Host, held: Sequence[DeviceLoad]) -> None:
     """Only what no swapping or luck makes possible is refused: main memory is shared with everything else."""
     lasting = sum(size for load in held for name, size in load.parts.items() if name in _LASTING)
     if host.memory is not None and lasting > host.memory:

@@ -17,9 +17,9 @@ from async_rlhf.buffers.errors import ConfigError, WireError
 from async_rlhf.buffers.parsing import json_value
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.record import SOURCE, source_of
-from async_rlhf.buffers.spool.claims import Rejected, Spool
+from async_rlhf.buffers.spool.claims import RejectedLine, Spool
 from async_rlhf.buffers.spool.deposit import END, MAX_ROW_BYTES, is_ready
-from async_rlhf.buffers.spool.stream import Stream
+from async_rlhf.buffers.spool.stream import PromptStream
 from async_rlhf.run.checks.model import longest_prompt
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
@@ -34,7 +34,7 @@ def open_spool(run: RunDir, config: Config) -> Spool | None:
     if (source := config.data.spool) is None:
         return None
     own = run.path / "data" / "spool"
-    return Spool(source, own, Stream(own, config.data.repeat), RowCheck(config))
+    return Spool(source, own, PromptStream(own, config.data.repeat), RowCheck(config))
 
 
 def check_spool(directory: Path) -> list[str]:
@@ -70,19 +70,19 @@ class RowCheck:
         self._tokenizer = PromptTokenizer(Path(config.model))
         self._check_columns = lru_cache(_KINDS_OF_ROWS)(self._lack)
 
-    def __call__(self, lines: Sequence[bytes]) -> list[str | Rejected]:
+    def __call__(self, lines: Sequence[bytes]) -> list[str | RejectedLine]:
         looked = [self._look(line) for line in lines]
-        good = [each for each in looked if not isinstance(each, Rejected)]
+        good = [each for each in looked if not isinstance(each, RejectedLine)]
         lengths = self._tokenizer.lengths([text for _, text, _ in good], [chat for *_, chat in good], self._limit)
-        rows: list[str | Rejected] = [row for row, *_ in good]
+        rows: list[str | RejectedLine] = [row for row, *_ in good]
         for number, num_tokens in lengths.too_long.items():
-            rows[number] = Rejected(f"its prompt has {num_tokens} tokens, the limit is {self._setting}")
+            rows[number] = RejectedLine(f"its prompt has {num_tokens} tokens, the limit is {self._setting}")
         for number in lengths.empty:
-            rows[number] = Rejected("its prompt has no tokens")
+            rows[number] = RejectedLine("its prompt has no tokens")
         left = iter(rows)
-        return [each if isinstance(each, Rejected) else next(left) for each in looked]
+        return [each if isinstance(each, RejectedLine) else next(left) for each in looked]
 
-    def _look(self, line: bytes) -> tuple[str, str, bool] | Rejected:
+    def _look(self, line: bytes) -> tuple[str, str, bool] | RejectedLine:
         """The row, what the model reads, and whether the chat template has written that."""
         try:
             row = row_of("the line", json_value(line, parse_constant=_refuse), self._config.data.columns)
@@ -94,11 +94,11 @@ class RowCheck:
             )
             found = to_json(row), text, self._template.is_chat(row)
         except (ConfigError, WireError) as error:
-            return Rejected(str(error))
+            return RejectedLine(str(error))
         except (ValueError, OverflowError, RecursionError) as error:
-            return Rejected(f"it is not JSON, or not of text and numbers that can be sent: {error}")
+            return RejectedLine(f"it is not JSON, or not of text and numbers that can be sent: {error}")
         lacking = self._check_columns(frozenset(row.columns), source_of(row.columns))
-        return Rejected(lacking) if lacking else found
+        return RejectedLine(lacking) if lacking else found
 
     def _lack(self, columns: frozenset[str], source: str | None) -> str:
         """What is asked of a row of this source with these columns and is not there."""

@@ -11,7 +11,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.transport import keys, link
 from async_rlhf.launch.connection import Connections, Hosts
 from async_rlhf.launch.hosts import CommandHosts
-from async_rlhf.launch.orders import Open
+from async_rlhf.launch.orders import OpenAgent
 from async_rlhf.launch.placement import Inventory, Placement
 from async_rlhf.launch.program import Launcher
 from async_rlhf.launch.sockets import LOOPBACK, free_port, own_address
@@ -34,7 +34,7 @@ def connect(config: Config) -> tuple[Config, Connections | None]:
     try:
         config = _networked(config, hosts)
         launch = config.launch
-        opening = Open(directory=launch.directory, lost_after_s=launch.lost_after_s, accelerators=on_cuda(config))
+        opening = OpenAgent(directory=launch.directory, lost_after_s=launch.lost_after_s, accelerators=on_cuda(config))
         connections = Connections(hosts, opening, partial(pack, config), large_files(config))
     except ConfigError:
         hosts.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 from async_rlhf.actors.config import REFERENCE
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.launch.machine import machine_cpus, this_machine, visible
-from async_rlhf.launch.placement import Devices, Host, Inventory, Placement, Wanted, as_ranges, place
+from async_rlhf.launch.placement import Devices, Host, Inventory, Placement, WantedNodes, as_ranges, place
 from async_rlhf.launch.program import Node, actor_name, actor_node
 from async_rlhf.launch.sockets import ON_HOST, hub_address, scorer_address
 from async_rlhf.run.config import Config
@@ -65,7 +65,7 @@ def nodes_of(config: Config, placement: Placement, run: RunDir, sockets: Path) -
     return [placement.placed(node) for node in nodes]
 
 
-def wanted(config: Config) -> Wanted:
+def wanted(config: Config) -> WantedNodes:
     """What this configuration needs, without looking at any host. Raises ConfigError for a device that is chosen twice."""
     engine, learner, own = config.engine, config.learner, config.placement
     spread = 1
@@ -75,7 +75,7 @@ def wanted(config: Config) -> Wanted:
     beside = [_devices(f"device of {name!r}", models[name]) for name in models if not config.scoring.in_process(name)]
     in_process = [_devices(f"device of {name!r}", models[name]) for name in models if config.scoring.in_process(name)]
     of_engine = _devices("engine.device", engine.device, spread)
-    return Wanted(
+    return WantedNodes(
         ranks=learner.ranks,
         rank_devices=_devices("learner.device", learner.device),
         rank_threads=learner.threads,

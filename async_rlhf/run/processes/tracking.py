@@ -86,7 +86,7 @@ def _send(run: RunDir, kind: TrackerKind, goes_on: Callable[[], bool], progress:
     """While the run goes on, and then the rest; returns how far that is."""
     with _alone(run, kind), _bounded_memory():
         sent = _read(run, kind)
-        tracker, lines = opened(kind, run, sent.branch), _Lines(Reading(run))
+        tracker, lines = opened(kind, run, sent.branch), _UnsentLines(Reading(run))
         while True:
             is_last = not goes_on()  # looked at before the files are: after it nothing more is written
             for now_sent in lines.send(tracker, sent, is_last=is_last):
@@ -125,7 +125,7 @@ def _bounded_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-class _Lines:
+class _UnsentLines:
     """Logs what was added to the files of a run and was not sent yet."""
 
     def __init__(self, reading: Reading) -> None:

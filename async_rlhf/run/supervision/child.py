@@ -53,7 +53,7 @@ class Every:
         return True
 
 
-class End(NamedTuple):
+class ProcessEnd(NamedTuple):
     """code: as `Process.poll` returns it. reason: why, by the process's own account; empty where it gave none."""
 
     code: int
@@ -107,10 +107,10 @@ class Child:
             self.progressed()
         return found
 
-    def end(self) -> End | None:
+    def end(self) -> ProcessEnd | None:
         """Of the process, once it has ended."""
         code = None if self.process is None else self.process.poll()
-        return None if self.process is None or code is None else End(code, self.process.failure_message())
+        return None if self.process is None or code is None else ProcessEnd(code, self.process.failure_message())
 
     def progressed(self) -> None:
         self._progressed, self._losses, self._lost_for = True, 0, ""

@@ -38,7 +38,7 @@ from async_rlhf.launch.exit_codes import INTERRUPTED, REFUSED_TO_TRAIN, STALLED
 from async_rlhf.learner.checkpoint.evaluated import without_links
 from async_rlhf.learner.checkpoint.store import step_of
 from async_rlhf.run.config import Config
-from async_rlhf.run.run_dir import End, RunDir
+from async_rlhf.run.run_dir import RunDir, RunEnd
 from async_rlhf.run.watching import EventKind, HooksConfig
 
 _MOST_WAITING = 100
@@ -195,7 +195,7 @@ class Events:
         self._target: int | None = None
         self._failing = False
 
-    def ended(self, end: End) -> None:
+    def ended(self, end: RunEnd) -> None:
         """The run has ended. One that an operator stopped is no event."""
         if end.finished:
             self._raise("finished", f"the run has finished: {end.reason}")

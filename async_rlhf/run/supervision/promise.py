@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from async_rlhf.buffers.errors import DamagedError
-from async_rlhf.run.manifest import Bits
+from async_rlhf.run.manifest import RecordedBits
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision.child import Every
 
@@ -50,14 +50,14 @@ class BitsPromise:
         )
 
 
-def judged(known: Bits, actors: Iterable[Sequence[str]]) -> Bits:
+def judged(known: RecordedBits, actors: Iterable[Sequence[str]]) -> RecordedBits:
     """After these have joined, in this order: name, digest or empty, obstacle or empty."""
     for name, digest, obstacle in actors:
         if obstacle:
-            return Bits(obstacle=f"{name}: {obstacle}")
+            return RecordedBits(obstacle=f"{name}: {obstacle}")
         if known.digest and digest != known.digest:
-            return Bits(
+            return RecordedBits(
                 obstacle=f"{name} computes other bits than the actors before it (another processor, or other libraries)"
             )
-        known = Bits(digest)
+        known = RecordedBits(digest)
     return known

@@ -45,7 +45,7 @@ from async_rlhf.run.display.terminal import on_signals
 from async_rlhf.run.hosts.connections import meeting_address
 from async_rlhf.run.hosts.placement import nodes_of, placement_of
 from async_rlhf.run.processes.tracking import tracker_nodes
-from async_rlhf.run.run_dir import End, RunDir
+from async_rlhf.run.run_dir import RunDir, RunEnd
 from async_rlhf.run.run_files import Tail, is_step, line_of_step
 from async_rlhf.run.supervision.child import MAX_DEATHS, Child, Every, SupervisedTime
 from async_rlhf.run.supervision.evaluator import Evaluator
@@ -136,17 +136,17 @@ class Supervisor:
                 if finished:
                     self._evaluator.finish(stop=self._is_forced)
                 reason = ended or ("all data used" if finished else "drained")
-                self._record_end(End(code=0, reason=reason, finished=finished))
+                self._record_end(RunEnd(code=0, reason=reason, finished=finished))
                 return finished
         except BaseException as error:
-            self._record_end(End(code=exit_code(error), reason=str(error) or type(error).__name__, finished=False))
+            self._record_end(RunEnd(code=exit_code(error), reason=str(error) or type(error).__name__, finished=False))
             raise
         finally:
             self._launcher.close()
             self.events.close(at_once=self._is_forced())
             self._run.retire()
 
-    def _record_end(self, end: End) -> None:
+    def _record_end(self, end: RunEnd) -> None:
         self._run.record_end(end)
         self.events.ended(end)
 

@@ -95,7 +95,7 @@ class Efficiency:
 
 
 @dataclass(frozen=True)
-class Link:
+class DeviceLink:
     """Rings on equal links (Thakur et al., Optimization of collective communication operations in MPICH, 2005, section 3)."""
 
     latency_s: float
@@ -135,16 +135,16 @@ class Place:
         return self.device.memory_bytes_per_s * self.efficiency.memory
 
     @property
-    def near(self) -> Link:
+    def near(self) -> DeviceLink:
         """Between devices of a node."""
-        return Link(self.device.link_latency_s, self.device.link_bytes_per_s * self.efficiency.links)
+        return DeviceLink(self.device.link_latency_s, self.device.link_bytes_per_s * self.efficiency.links)
 
     @property
-    def far(self) -> Link:
+    def far(self) -> DeviceLink:
         """Between groups of pipeline and data."""
         if not self.spread:
             return self.near
-        return Link(self.device.network_latency_s, self.device.network_bytes_per_s * self.efficiency.links)
+        return DeviceLink(self.device.network_latency_s, self.device.network_bytes_per_s * self.efficiency.links)
 
 
 def prefill_s(place: Place, rows: int, tokens: int) -> float:

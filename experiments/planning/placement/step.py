@@ -75,7 +75,7 @@ def step_time(max_staleness: int, around: Seconds, lanes: Mapping[str, Seconds])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class PlannedPlacement:
     """Devices of each pool. colocated: actors and learner share all of them in turn. scorers: 0 where none is wanted, or the
     learner holds the reference."""
 
@@ -92,12 +92,12 @@ class Placement:
         return f"{self.actors} actors, {self.learner} learner{scorers}"
 
 
-def placements(roles: Roles) -> Iterator[Placement]:
+def placements(roles: Roles) -> Iterator[PlannedPlacement]:
     """All of one spec. A scorer has one device on each host of actors, of which engines of several devices may leave some
     unused; a reward model is there alone."""
     cluster, bounds, rewards = roles.spec.cluster, roles.spec.search.max_staleness, roles.reward is not None
     if 0 in bounds and not rewards:
-        yield Placement(actors=cluster.size, learner=cluster.size, colocated=True, max_staleness=0)
+        yield PlannedPlacement(actors=cluster.size, learner=cluster.size, colocated=True, max_staleness=0)
     for learner in counts(cluster):
         rest = cluster.size - learner
         pools = [] if rewards else [(rest, 0)]
@@ -106,7 +106,7 @@ def placements(roles: Roles) -> Iterator[Placement]:
             free = max(0, rest - hosts)
             pools += [(actors, hosts) for actors in sorted({free // tensor * tensor for tensor in (1, 2, 4, 8)} - {0})]
         for (actors, scorers), bound in product(pools, bounds):
-            yield Placement(actors=actors, learner=learner, scorers=scorers, max_staleness=bound)
+            yield PlannedPlacement(actors=actors, learner=learner, scorers=scorers, max_staleness=bound)
 
 
 def counts(cluster: ClusterConfig) -> list[int]:
@@ -123,7 +123,7 @@ def counts(cluster: ClusterConfig) -> list[int]:
 class Plan:
     """A placement that fits. devices: of the cluster, used or not. scorers: None where there are none."""
 
-    placement: Placement
+    placement: PlannedPlacement
     engines: Engines
     learner: Passes
     scorers: Passes | None
@@ -141,7 +141,7 @@ class Plan:
         return self.devices * self.step.seconds / self.rows * 1e6
 
 
-def plan_of(placement: Placement, roles: Roles) -> Plan | None:
+def plan_of(placement: PlannedPlacement, roles: Roles) -> Plan | None:
     """With the fastest layouts; None where a pool finds none that fits."""
     scorers = roles.scorers(placement.scorers) if placement.scorers else None
     pools = _pools(placement, roles)
@@ -159,7 +159,7 @@ def plan_of(placement: Placement, roles: Roles) -> Plan | None:
     )
 
 
-def _pools(placement: Placement, roles: Roles) -> tuple[Engines, Passes] | None:
+def _pools(placement: PlannedPlacement, roles: Roles) -> tuple[Engines, Passes] | None:
     """Each the fastest; of those that share devices, for which both fit, the two that are fastest together."""
     room, ahead = roles.room_bytes, placement.max_staleness
     holds_reference = roles.spec.loss.needs_reference and not placement.scorers
@@ -174,7 +174,7 @@ def _pools(placement: Placement, roles: Roles) -> tuple[Engines, Passes] | None:
     return min(found, key=lambda both: both[0].span_s + both[1].total_s, default=None)
 
 
-def _step(placement: Placement, roles: Roles, engines: Engines, learner: Passes, models_s: float) -> StepTime:
+def _step(placement: PlannedPlacement, roles: Roles, engines: Engines, learner: Passes, models_s: float) -> StepTime:
     """models_s: of the scorers.
 
     The weight channel: a copy into the host's memory, for which the learner stands still; from there through the hub to all

@@ -10,7 +10,7 @@ import pytest
 
 from async_rlhf.actors.agents.endpoint import Endpoint, Llm, endpoint
 from async_rlhf.actors.agents.response import ChatResponse, read_reply
-from async_rlhf.actors.agents.sessions import IncomingCall, Session
+from async_rlhf.actors.agents.sessions import AgentSession, IncomingCall
 from async_rlhf.actors.environments.tool_calls import TEMPLATE
 from tests.actors.agents.by_hand import reply
 
@@ -21,7 +21,7 @@ class Opened:
 
     server: Endpoint
     calls: queue.SimpleQueue[IncomingCall] = field(default_factory=queue.SimpleQueue)
-    session: Session = field(init=False)
+    session: AgentSession = field(init=False)
     llm: Llm = field(init=False)
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from async_rlhf.actors.agents.endpoint import Llm
 from async_rlhf.actors.agents.harness import Harnesses, serve_harnesses
 from async_rlhf.actors.environments.settings import Reply
 from async_rlhf.actors.environments.tool_calls import TEMPLATE
-from async_rlhf.actors.environments.yields import End, Read
+from async_rlhf.actors.environments.yields import EpisodeEnd, Read
 from async_rlhf.buffers.errors import ConfigError
 from tests.actors.agents.by_hand import asked, said
 from tests.actors.environments.played import Bench
@@ -113,7 +113,7 @@ def test_a_harness_plays_an_episode_of_the_run_and_its_reward_is_the_score(serve
         bench.until(lambda: bench.ended("episode") is not None, lambda key, turn: texts[turn])
         assert playing.result(60) == ["what is 2+2?", "four", "five", (200, {"score": 1.5, "failure": None})]
     one, two, end = bench.events["episode"]
-    assert isinstance(one, Read) and isinstance(two, Read) and isinstance(end, End) and end.score is not None
+    assert isinstance(one, Read) and isinstance(two, Read) and isinstance(end, EpisodeEnd) and end.score is not None
     assert one.call is not None and two.call is not None and (one.call.conversation, two.call.conversation) == (0, 0)
     assert two.content == [{"role": "user", "content": "sure?"}]
     assert (end.reason, end.score.value, end.turn_scores) == ("scored", 1.5, (None, -0.5))
@@ -278,7 +278,7 @@ def test_a_harness_that_is_silent_loses_its_session_and_one_that_waits_for_the_m
         assert isinstance(event(board), Read)
         clock.now += 11.0
         end = event(board)
-        assert isinstance(end, End) and end.failure == "its harness sent nothing for 10 s (timeout_s)"
+        assert isinstance(end, EpisodeEnd) and end.failure == "its harness sent nothing for 10 s (timeout_s)"
         assert harness.post("end_session", session_id=silent["session_id"])[0] == 410
         board.reply(1, Reply("late", "stop", 1, 1))
         assert text.result(60) == "late"
@@ -287,7 +287,7 @@ def test_a_harness_that_is_silent_loses_its_session_and_one_that_waits_for_the_m
     clock.now += 9.0
     assert not board.poll()
     clock.now += 2.0
-    assert isinstance(event(board), End) and board.counters["timed_out"] == 2
+    assert isinstance(event(board), EpisodeEnd) and board.counters["timed_out"] == 2
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_without_a_reward_an_episode_has_no_score_and_what_is_no_reward_is_a_fai
         text.result(60)
     status, _ = harness.post("end_session", session_id=session["session_id"], **ends)
     end = event(board)
-    assert status == 200 and isinstance(end, End) and end.reason == reason and (failure or "") in end.failure
+    assert status == 200 and isinstance(end, EpisodeEnd) and end.reason == reason and (failure or "") in end.failure
     value = {"reward": ends.get("reward")}["reward"]
     assert end.score is not None and end.score.value == (None if reason == "failed" or value is None else float(
         sum(each for each in value.values() if each is not None) if isinstance(value, dict) else value
@@ -327,7 +327,7 @@ def test_an_episode_without_a_call_fails_and_calls_at_once_are_answered_one_afte
     session = harness.start()
     status, given = harness.post("end_session", session_id=session["session_id"], reward=1)
     end = event(board)
-    assert isinstance(end, End) and end.kind == "no turn"
+    assert isinstance(end, EpisodeEnd) and end.kind == "no turn"
     assert status == 200 and given == {"score": None, "failure": end.failure}
 
     board.begin(2, {})

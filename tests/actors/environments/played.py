@@ -11,7 +11,7 @@ from typing import Any
 
 from async_rlhf.actors.environments import EnvironmentConfig, EnvironmentSpec, Reply, load
 from async_rlhf.actors.environments.pool import EpisodePool
-from async_rlhf.actors.environments.yields import End, Read
+from async_rlhf.actors.environments.yields import EpisodeEnd, Read
 from async_rlhf.buffers.score import Score
 
 
@@ -27,7 +27,7 @@ class Bench:
         self.woken = threading.Event()
         self.pool: EpisodePool[Any] = EpisodePool(spec, config, self.woken.set, own)
         self.fields: dict[Any, Mapping[str, Any]] = {}
-        self.events: dict[Any, list[Read | End | None]] = {}
+        self.events: dict[Any, list[Read | EpisodeEnd | None]] = {}
         """Of each episode what came of it; None: it was lost."""
 
     def __enter__(self) -> Bench:
@@ -98,9 +98,9 @@ class Bench:
         self.until(lambda: self.ended(key) is not None, lambda of, turn: texts[turn - 1] if of == key else None)
         return [each.content if isinstance(each, Read) else each for each in self.events[key]]
 
-    def ended(self, key: Any) -> End | None:
+    def ended(self, key: Any) -> EpisodeEnd | None:
         last = self.events[key][-1:]
-        return last[0] if last and isinstance(last[0], End) else None
+        return last[0] if last and isinstance(last[0], EpisodeEnd) else None
 
     def failure(self, key: Any) -> str:
         """The reason for which it failed."""

@@ -21,7 +21,7 @@ import pytest
 from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.environments import EnvironmentConfig, from_harbor
-from async_rlhf.actors.environments.yields import End
+from async_rlhf.actors.environments.yields import EpisodeEnd
 from async_rlhf.actors.rewards.builtins.gym import reasoning_gym
 from async_rlhf.buffers.errors import ConfigError
 from tests.actors.environments.played import Bench, call, walk
@@ -316,7 +316,7 @@ def test_it_is_loaded_by_name_and_played_to_a_score_and_what_raises_is_failed_an
         failed = played.play(case.turn("raise"), *case.ends, prompt="Guess.")[-1]
         assert sum(played.pool.counters.failed.values()) == 1
     assert "Guess." in contents(read[0]) and "no" in contents(read[1])
-    assert isinstance(end, End) and end.reason == "scored" and end.score is not None and (end.score.value or 0) > 0
+    assert isinstance(end, EpisodeEnd) and end.reason == "scored" and end.score is not None and (end.score.value or 0) > 0
     assert failed.reason == "failed" and failed.score.value is None and "no luck" in failed.score.failure
     if case.leaves:
         wait_for((tmp_path / case.leaves).exists, "its own end of the episode")
@@ -327,7 +327,7 @@ def test_it_is_loaded_by_name_and_played_to_a_score_and_what_raises_is_failed_an
 def test_what_hangs_or_dies_is_failed_and_counted(case: Case, bench: Callable[..., Bench], how: str) -> None:
     with bench(timeout_s=5.0 if how == "hang" else 60.0) as played:
         end = played.play(case.turn(how), *case.ends, *map(case.turn, (how, how)), prompt="Guess.")[-1]
-        assert isinstance(end, End) and end.reason == "failed" and end.score is not None, end
+        assert isinstance(end, EpisodeEnd) and end.reason == "failed" and end.score is not None, end
         assert end.score.value is None and end.score.failure
         assert sum(played.pool.counters.failed.values()) == 1
 

@@ -11,7 +11,7 @@ import pytest
 
 from async_rlhf.actors.environments import Call, Reply
 from async_rlhf.actors.environments.settings import Scores
-from async_rlhf.actors.environments.yields import MAX_BYTES, End, Read, read_yield
+from async_rlhf.actors.environments.yields import MAX_BYTES, EpisodeEnd, Read, read_yield
 from async_rlhf.buffers.score import Score
 from tests.actors.environments.played import Bench
 from tests.actors.environments.test_environment_server import Server
@@ -77,9 +77,9 @@ def test_a_call_comes_as_it_was_made_and_its_reply_goes_back(bench: Callable[...
     played.play(*REPLIES)
     *read, end = played.events[0]
     assert read == [Read(call.messages, call=call) for call in CALLED]
-    assert isinstance(end, End) and end.score == Score(3.0)
+    assert isinstance(end, EpisodeEnd) and end.score == Score(3.0)
     played.play(*REPLIES, Reply("d", "stop", 1, 1), question="more")
-    assert [type(event) for event in played.events[1]] == [Read] * 4 + [End]
+    assert [type(event) for event in played.events[1]] == [Read] * 4 + [EpisodeEnd]
     assert played.events[1][-1].reason == "max_turns"  # type: ignore[union-attr]
 
 
@@ -109,12 +109,12 @@ def test_a_call_comes_as_it_was_made_and_its_reply_goes_back(bench: Callable[...
 )
 def test_what_is_no_call_is_failed_by_name(yielded: Any, reason: str) -> None:
     end = read_yield(yielded, 1, 3, calls=True)
-    assert isinstance(end, End) and end.reason == "failed" and end.failure.startswith(reason), end
+    assert isinstance(end, EpisodeEnd) and end.reason == "failed" and end.failure.startswith(reason), end
 
 
 def test_a_call_in_place_of_an_observation_names_what_it_needs() -> None:
     end = read_yield(Call(0, ASKED), 1, 3)
-    assert isinstance(end, End) and end.failure.endswith("only @environment(calls=True) yields Calls")
+    assert isinstance(end, EpisodeEnd) and end.failure.endswith("only @environment(calls=True) yields Calls")
 
 
 def test_more_tokens_than_can_be_counted_are_as_many_as_there_may_be() -> None:

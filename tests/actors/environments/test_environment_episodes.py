@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from async_rlhf.actors.environments import Feedback
-from async_rlhf.actors.environments.yields import MAX_BYTES, End, Read, read_return, read_yield
+from async_rlhf.actors.environments.yields import MAX_BYTES, EpisodeEnd, Read, read_return, read_yield
 from async_rlhf.buffers.errors import EpisodeError
 from async_rlhf.buffers.score import Score
 from tests.actors.environments.played import Bench
@@ -103,10 +103,10 @@ TOOL = [{"role": "tool", "content": "a", "name": "t"}]
 @pytest.mark.parametrize(
     ("texts", "fields", "came"),
     [
-        ("abc", {"act": "count", "n": 5}, [Read("?"), Read("0: a"), Read("1: b"), End("max_turns")]),
-        ("abc", {"act": "feedback"}, [Read("?"), Read(TOOL, 0.25), Read("again", 0.5), End("max_turns", Score(0.75))]),
-        ("a", {"act": "return"}, [Read("?"), End("returned")]),  # rewards judge it
-        (["4"], {"seed": 7}, [Read("?"), End("scored", Score(1.0, metrics={"seed": 7.0}))]),
+        ("abc", {"act": "count", "n": 5}, [Read("?"), Read("0: a"), Read("1: b"), EpisodeEnd("max_turns")]),
+        ("abc", {"act": "feedback"}, [Read("?"), Read(TOOL, 0.25), Read("again", 0.5), EpisodeEnd("max_turns", Score(0.75))]),
+        ("a", {"act": "return"}, [Read("?"), EpisodeEnd("returned")]),  # rewards judge it
+        (["4"], {"seed": 7}, [Read("?"), EpisodeEnd("scored", Score(1.0, metrics={"seed": 7.0}))]),
     ],
 )
 def test_what_is_yielded_is_read_or_ends_the_episode_which_is_then_closed(
@@ -147,14 +147,14 @@ def test_the_turns_of_an_episode_are_known_until_it_ends(bench: Bench) -> None:
     ],
 )
 def test_what_is_no_observation_is_failed_by_name(came: Any, reason: str) -> None:
-    assert isinstance(came, End) and came.reason == "failed" and came.failure.startswith(reason), came
+    assert isinstance(came, EpisodeEnd) and came.reason == "failed" and came.failure.startswith(reason), came
 
 
 def test_messages_that_an_environment_yields_are_read_as_those_of_rows_are() -> None:
     said = [{"role": "user", "content": [{"type": "text", "text": "a"}], "name": None, "tool_calls": []}]
     assert read_yield(said, 0, 2) == Read([{"role": "user", "content": "a"}])
     end = read_yield([{"role": "user", "content": [{"type": "image"}]}], 0, 2)
-    assert isinstance(end, End) and "message 1, key 'content': part 1 is 'image'" in end.failure
+    assert isinstance(end, EpisodeEnd) and "message 1, key 'content': part 1 is 'image'" in end.failure
 
 
 def test_failures_are_counted_by_kind_and_cleanups_that_raise_or_yield_apart(either: Bench) -> None:
@@ -193,7 +193,7 @@ def test_thousands_of_tiny_episodes_go_through_without_loss(source: Path) -> Non
                 *observed, end = events
                 assert [each.content for each in observed if isinstance(each, Read)] == [
                     str(key), *(f"{i}: {key}" for i in range(min(key % 4, 2)))]  # fmt: skip
-                assert isinstance(end, End) and end.reason == ("max_turns" if key % 4 == 3 else "scored")
+                assert isinstance(end, EpisodeEnd) and end.reason == ("max_turns" if key % 4 == 3 else "scored")
         ends = bench.pool.counters.episodes
         assert set(ends) == {"max_turns", "scored"} and ends["max_turns"] in range(490, 501)
         assert 2000 - len(dropped) <= ends.total() <= 2000 and bench.pool.counters.lost == 0

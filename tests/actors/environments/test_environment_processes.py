@@ -18,9 +18,9 @@ from async_rlhf.actors.environments import EnvironmentConfig
 from async_rlhf.actors.environments.loading import spec_in_process
 from async_rlhf.actors.environments.pool import EpisodePool, Event
 from async_rlhf.actors.environments.worker import EpisodeKind
-from async_rlhf.actors.environments.yields import End, Read
+from async_rlhf.actors.environments.yields import EpisodeEnd, Read
 from async_rlhf.actors.workers import pool
-from async_rlhf.actors.workers.sessions import Kind, serve
+from async_rlhf.actors.workers.sessions import SessionKind, serve
 from async_rlhf.actors.workers.watchdog import LoopWatchdog
 from async_rlhf.buffers.errors import EpisodeError
 from tests.actors.environments.played import Bench
@@ -170,7 +170,7 @@ def test_processes_that_are_killed_from_outside_lose_nothing(bench: Callable[...
     for key in range(6):
         played.pool.reply(key, "")
     played.until(lambda: played.pool.num_pending == 0, lambda key, turn: "")
-    assert all(isinstance(events[-1], End) and events[-1].reason == "scored" for events in played.events.values())
+    assert all(isinstance(events[-1], EpisodeEnd) and events[-1].reason == "scored" for events in played.events.values())
     assert played.pool.counters.lost >= 3
 
 
@@ -222,7 +222,7 @@ def test_want_of_memory_in_a_function_of_the_calling_process_is_of_no_limit() ->
     wait_for(lambda: events.extend(pool.poll()) or events, "its first words")
     pool.reply("a", "")
     wait_for(lambda: events.extend(pool.poll()) or len(events) == 2, "its end")
-    assert isinstance(events[1].result, End) and events[1].result.failure == "out of memory: the system gave no more"
+    assert isinstance(events[1].result, EpisodeEnd) and events[1].result.failure == "out of memory: the system gave no more"
     pool.close(60.0)
 
 
@@ -255,4 +255,4 @@ def test_a_thread_that_is_ready_or_fails_after_its_owner_has_closed_ends(
             raise error
 
     kind = SimpleNamespace(in_thread=True, memory_mb=None, load=load, at_once=at_once)
-    serve(theirs, LoopWatchdog(), cast(Kind, kind))
+    serve(theirs, LoopWatchdog(), cast(SessionKind, kind))

@@ -13,9 +13,18 @@ import zmq
 
 from async_rlhf.actors.environments import EnvironmentConfig, remote
 from async_rlhf.actors.environments.server import EnvironmentServer
-from async_rlhf.actors.environments.yields import End, Read
+from async_rlhf.actors.environments.yields import EpisodeEnd, Read
 from async_rlhf.actors.workers import client
-from async_rlhf.actors.workers.messages import Beat, Describe, Gone, Leave, Missing, Refused, Step, Stepped
+from async_rlhf.actors.workers.messages import (
+    Describe,
+    Leave,
+    MissingSteps,
+    SessionBeat,
+    SessionGone,
+    SessionRefused,
+    SessionStep,
+    Stepped,
+)
 from async_rlhf.buffers.errors import ConfigError
 from tests.actors.environments.played import Bench
 from tests.actors.served import Peer, running
@@ -125,7 +134,7 @@ def test_a_server_that_is_not_there_is_named_before_the_run(tmp_path: Path, monk
 
 def test_a_turn_that_comes_twice_is_played_once_and_one_that_cannot_follow_is_refused(server: Server) -> None:
     started = server.start()
-    first, second = Step(id=7, members=[fields()]), Step(id=7, turn=1, text="a")
+    first, second = SessionStep(id=7, members=[fields()]), SessionStep(id=7, turn=1, text="a")
     with Peer(server.address) as peer:
         for step, answer in (
             (first, Stepped(id=7, turn=0, content="?")),
@@ -133,15 +142,15 @@ def test_a_turn_that_comes_twice_is_played_once_and_one_that_cannot_follow_is_re
         ):
             peer.send(step, step)
             assert peer.receive() == answer
-            for again in (step, Beat(open=[(7, step.turn)])):
+            for again in (step, SessionBeat(open=[(7, step.turn)])):
                 peer.send(again)
                 assert peer.receive() == answer
-            assert peer.receive() == Missing(ids=[])
-        for wrong in (Step(id=7, turn=5, text="a"), Step(id=7, turn=2), Step(id=8)):
+            assert peer.receive() == MissingSteps(ids=[])
+        for wrong in (SessionStep(id=7, turn=5, text="a"), SessionStep(id=7, turn=2), SessionStep(id=8)):
             peer.send(wrong)
-            assert isinstance(peer.receive(), Refused)
-        peer.send(Step(id=9, turn=1, text="a"), Beat(open=[(7, 2), (9, -1)]))
-        assert [peer.receive(), peer.receive()] == [Gone(id=9), Missing(ids=[7, 9])]
+            assert isinstance(peer.receive(), SessionRefused)
+        peer.send(SessionStep(id=9, turn=1, text="a"), SessionBeat(open=[(7, 2), (9, -1)]))
+        assert [peer.receive(), peer.receive()] == [SessionGone(id=9), MissingSteps(ids=[7, 9])]
     assert started.counters == {"requested": 2, "answered": 2, "refused": 3}
 
 
@@ -161,7 +170,7 @@ def test_an_episode_of_a_server_that_began_anew_is_begun_again_once(
             if heard == 3:
                 played.pool.reply("one", "a")
             played.until(played.heard(heard))  # the second time while it is the model's turn
-    assert [type(event) for event in played.events["one"]] == [Read, type(None), Read, End]
+    assert [type(event) for event in played.events["one"]] == [Read, type(None), Read, EpisodeEnd]
     assert "began anew" in played.failure("one")
 
 
@@ -169,20 +178,20 @@ def test_an_episode_that_is_left_or_forgotten_or_whose_client_is_silent_is_close
     now = [0.0]
     started = server.start(clock=lambda: now[0])
     with Peer(server.address) as peer:
-        for number, gone in enumerate((Leave(ids=[0]), Beat(open=[]), None)):
+        for number, gone in enumerate((Leave(ids=[0]), SessionBeat(open=[]), None)):
             path = tmp_path / f"{number}"
-            peer.send(Step(id=number, members=[fields(path)]))
+            peer.send(SessionStep(id=number, members=[fields(path)]))
             peer.receive()
             assert not path.exists() and started.num_sessions == 1
-            peer.send(Beat(open=[(number, -1)]))
-            assert peer.receive() == Missing(ids=[])
+            peer.send(SessionBeat(open=[(number, -1)]))
+            assert peer.receive() == MissingSteps(ids=[])
             if gone is None:
                 now[0] = 3600.0
             else:
                 peer.send(gone)
             wait_for(path.exists, "the generator is closed")
-            if isinstance(gone, Beat):
+            if isinstance(gone, SessionBeat):
                 peer.receive()
-        peer.send(Describe(), Step(id=2, turn=1, text="a"))
+        peer.send(Describe(), SessionStep(id=2, turn=1, text="a"))
         peer.receive()
-        assert peer.receive() == Gone(id=2)
+        assert peer.receive() == SessionGone(id=2)

@@ -15,7 +15,7 @@ import pytest
 from async_rlhf.actors.environments import EnvironmentSpec, resolve
 from async_rlhf.actors.environments.rendering import Renderer
 from async_rlhf.actors.environments.tool_calls import read_turn
-from async_rlhf.actors.environments.yields import End
+from async_rlhf.actors.environments.yields import EpisodeEnd
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.score import Score
 from async_rlhf.buffers.user_files import import_file
@@ -227,7 +227,7 @@ def test_an_environment_is_used_again_after_its_episode_in_the_processes_of_a_ru
         for _ in range(2):
             _, read, end = bench.play(call("move", where="4") + call("look"), "there")
             assert read[1]["content"] == "environment 1"
-            assert isinstance(end, End) and end.score is not None and end.score.value == 1.0
+            assert isinstance(end, EpisodeEnd) and end.score is not None and end.score.value == 1.0
 
 
 def test_a_run_gives_the_template_the_tools_of_its_environment(folder: Path) -> None:

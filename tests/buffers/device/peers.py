@@ -63,14 +63,14 @@ def stop_at(stops: list[str]) -> None:
             sys.stdin.readline()
 
     signal.signal(signal.SIGUSR1, arm)
-    make, broadcast, finish = group.Group.__init__, group.Group.broadcast, ends._pass_on
+    make, broadcast, finish = group.DeviceGroup.__init__, group.DeviceGroup.broadcast, ends._pass_on
     ends._BUCKET_BYTES = 1 << 20
 
-    def made(self: group.Group, *arguments: Any) -> None:
+    def made(self: group.DeviceGroup, *arguments: Any) -> None:
         reached("group")
         make(self, *arguments)
 
-    def sent(self: group.Group, tensor: Any) -> Any:
+    def sent(self: group.DeviceGroup, tensor: Any) -> Any:
         work = broadcast(self, tensor)
         if len(tensor) == 1 << 20:
             work.wait()
@@ -82,7 +82,7 @@ def stop_at(stops: list[str]) -> None:
         reached("set")
         return specs
 
-    group.Group.__init__, group.Group.broadcast, ends._pass_on = made, sent, passed  # type: ignore[method-assign]
+    group.DeviceGroup.__init__, group.DeviceGroup.broadcast, ends._pass_on = made, sent, passed  # type: ignore[method-assign]
 
 
 def hub(address: str, folder: str) -> None:

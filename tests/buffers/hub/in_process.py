@@ -15,7 +15,7 @@ from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.record import Score
 from async_rlhf.buffers.spool.claims import Spool
-from async_rlhf.buffers.spool.stream import Stream
+from async_rlhf.buffers.spool.stream import PromptStream
 from async_rlhf.buffers.weights.store import WeightStore
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.buffers.hub.place import a_group
@@ -126,7 +126,7 @@ class InProcessHub:
         return [item.number for message in self.sent_of(wire.Credits, who) for item in message.credits]
 
 
-def spool_of(folder: Path, stream: Stream) -> Spool:
+def spool_of(folder: Path, stream: PromptStream) -> Spool:
     """Takes every row of the spool in this folder as it is."""
     (folder / "spool").mkdir(exist_ok=True)
     return Spool(folder / "spool", folder / "own", stream, lambda lines: [line.decode() for line in lines])

@@ -18,7 +18,7 @@ from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.queue.ledger import QueueSnapshot
-from async_rlhf.buffers.queue.recovery import Quarantine
+from async_rlhf.buffers.queue.recovery import QuarantineFile
 from async_rlhf.buffers.record import Entry
 from async_rlhf.buffers.weights.store import WeightStore
 from tests.buffers.hub.in_process import LEARNER, InProcessHub
@@ -135,10 +135,10 @@ def test_nothing_is_acknowledged_committed_or_published_while_the_disk_is_full_a
 def test_the_file_follows_the_journal_after_a_crash() -> None:
     disk = MemoryDisk(Random(0))
     path = Path("/run/quarantine.jsonl")
-    first = Quarantine(path, lambda number: number % 3, [], disk)
+    first = QuarantineFile(path, lambda number: number % 3, [], disk)
     first.write({7: (2, ("a", "b"))})
     first.write({7: (2, ("a", "b")), 9: (2, ("c", "d"))})
-    again = Quarantine(path, lambda number: number % 3, [7, 11], disk)  # 9 was never journalled; 11's line was lost
+    again = QuarantineFile(path, lambda number: number % 3, [7, 11], disk)  # 9 was never journalled; 11's line was lost
     found = {record["group"]: record for record in map(json.loads, disk.read(path).decode().splitlines())}
     assert found.keys() == {7, 11} and found[7] == {"group": 7, "prompt": 1, "attempts": 2, "reasons": ["a", "b"]}
     disk.full = True

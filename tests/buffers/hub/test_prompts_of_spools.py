@@ -22,7 +22,7 @@ from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.spool.deposit import MAX_ROW_BYTES, end, put
-from async_rlhf.buffers.spool.stream import Stream
+from async_rlhf.buffers.spool.stream import PromptStream
 from tests.buffers.hub.in_process import ACTOR, InProcessHub, spool_of
 
 FED = Bound(groups_per_batch=2, max_staleness=1, num_groups=1 << 62, numbers=0, coming=True)
@@ -31,7 +31,7 @@ FED = Bound(groups_per_batch=2, max_staleness=1, num_groups=1 << 62, numbers=0, 
 @pytest.fixture
 def fed(tmp_path: Path) -> Iterator[InProcessHub]:
     """Its actor serves version 0 and its learner waits for the first batch; each row of its spool makes two groups."""
-    with closing(Stream(tmp_path / "own", repeat=2)) as stream, closing(Journal(tmp_path / "queue")) as journal:
+    with closing(PromptStream(tmp_path / "own", repeat=2)) as stream, closing(Journal(tmp_path / "queue")) as journal:
         hub = InProcessHub(FED, journal, prompts=Prompts(spool_of(tmp_path, stream)))
         hub.begin()
         hub.take(0)
@@ -95,7 +95,7 @@ class Chosen(InProcessHub):
     def __init__(self, folder: Path, num_rows: int, *, fed: bool = False, refills: int = 0, **settings: Any) -> None:
         config = CurriculumConfig(reward="right", **settings)
         self.order, self.journal = Order(folder / "data", config), Journal(folder / "queue")
-        spool = spool_of(folder, Stream(folder / "own")) if fed else None
+        spool = spool_of(folder, PromptStream(folder / "own")) if fed else None
         bound = replace(BOUND, refills=refills, numbers=self.order.num_numbers)
         super().__init__(bound, self.journal, prompts=Prompts(spool, self.order, config, num_rows))
 

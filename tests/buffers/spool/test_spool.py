@@ -16,9 +16,9 @@ import pytest
 from async_rlhf.buffers.errors import ConfigError, SpoolError
 from async_rlhf.buffers.files import DISK, Disk
 from async_rlhf.buffers.spool import claims
-from async_rlhf.buffers.spool.claims import Rejected, Spool, has_claimed
+from async_rlhf.buffers.spool.claims import RejectedLine, Spool, has_claimed
 from async_rlhf.buffers.spool.deposit import END, MAX_ROW_BYTES, Deposited, end, put
-from async_rlhf.buffers.spool.stream import Stream
+from async_rlhf.buffers.spool.stream import PromptStream
 
 
 class RefusingDisk(Disk):
@@ -169,8 +169,8 @@ class CountingDisk(Disk):
         return piece
 
 
-def look(lines: Sequence[bytes]) -> list[str | Rejected]:
-    return [line.decode() if line.startswith(b"{") else Rejected("it is no object") for line in lines]
+def look(lines: Sequence[bytes]) -> list[str | RejectedLine]:
+    return [line.decode() if line.startswith(b"{") else RejectedLine("it is no object") for line in lines]
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Spool]]:
         def make(files: Disk = DISK) -> Spool:
             streams.close()
             (tmp_path / "spool").mkdir(exist_ok=True)
-            stream = streams.enter_context(closing(Stream(tmp_path / "own", files=files)))
+            stream = streams.enter_context(closing(PromptStream(tmp_path / "own", files=files)))
             return Spool(tmp_path / "spool", tmp_path / "own", stream, look, files)
 
         yield make
@@ -287,7 +287,7 @@ def test_a_run_is_not_given_up_while_files_that_it_has_claimed_lie_in_the_spool(
     spool = opened()
     (tmp_path / "spool" / "a.jsonl").write_text(f"{GOOD}\n" * (claims._PIECE // 8))
     assert not has_claimed(tmp_path / "own")
-    with patch.object(Stream, "append", side_effect=OSError(errno.ENOSPC, "full")):
+    with patch.object(PromptStream, "append", side_effect=OSError(errno.ENOSPC, "full")):
         spool.turn()
     assert has_claimed(tmp_path / "own") and [name[:9] for name in os.listdir(tmp_path / "spool")] == [".claimed-"]
     again = opened()

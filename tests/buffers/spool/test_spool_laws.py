@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 
 from async_rlhf.buffers.errors import DamagedError
 from async_rlhf.buffers.spool import claims
-from async_rlhf.buffers.spool.claims import Rejected, Spool
+from async_rlhf.buffers.spool.claims import RejectedLine, Spool
 from async_rlhf.buffers.spool.deposit import END
-from async_rlhf.buffers.spool.stream import Stream
+from async_rlhf.buffers.spool.stream import PromptStream
 from tests.simulation.disk import HubKilledError, MemoryDisk
 
 SPOOL = Path("/spool")
 
 
-def check(lines: Sequence[bytes]) -> list[str | Rejected]:
-    return [line.decode() if line.startswith(b"{") else Rejected("it is no object") for line in lines]
+def check(lines: Sequence[bytes]) -> list[str | RejectedLine]:
+    return [line.decode() if line.startswith(b"{") else RejectedLine("it is no object") for line in lines]
 
 
 class Run:
@@ -40,7 +40,7 @@ class Run:
     def turn(self) -> bool:
         """One of a living hub, which is started when there is none. Raises HubKilledError where the fuse ends it."""
         if self.spool is None:
-            stream = Stream(self.directory, self.repeat, self.disk)
+            stream = PromptStream(self.directory, self.repeat, self.disk)
             self.spool = Spool(SPOOL, self.directory, stream, check, self.disk)
         more = self.spool.turn()
         stream = self.spool.stream
@@ -159,18 +159,18 @@ def finish(disk: MemoryDisk, runs: Sequence[Run], good: Sequence[str], bad: Sequ
 
 
 def test_a_row_behind_the_end_of_a_damaged_stream_is_not_taken_for_another(tmp_path: Path) -> None:
-    stream = Stream(tmp_path)
+    stream = PromptStream(tmp_path)
     stream.append([((1, line), f'{{"n":{line}}}') for line in range(1, 4)])
     stream.close()
     path = tmp_path / "stream.jsonl"
     whole = path.read_bytes()
     for torn in (whole[:-3], whole + b'{"claim":1,"line":4,"row":', whole[:-10] + bytes(10)):
         path.write_bytes(torn)
-        with closing(Stream(tmp_path)) as again:
+        with closing(PromptStream(tmp_path)) as again:
             assert again.num_rows == (3 if torn.startswith(whole) else 2) and again.tail == (1, again.num_rows)
         assert path.read_bytes() == whole[: path.stat().st_size]
     path.write_bytes(whole)
-    with closing(Stream(tmp_path)) as again:
+    with closing(PromptStream(tmp_path)) as again:
         path.write_bytes(whole.replace(b'"n":2', b'"n" 2'))
         with pytest.raises(DamagedError, match=r"bytes 35 to 70 are no row"):
             again.row(1)

@@ -54,7 +54,7 @@ def test_a_holder_sends_what_its_roles_may_and_the_rest_is_refused_by_name_and_c
         for frames in originals():
             _, message, _ = wire.decode(frames, max_frame_bytes=1 << 20)
             types.add(message.type)
-            hub.exchange.receive(b"x", frames, keys.Holder("stranger", frozenset(its)))
+            hub.exchange.receive(b"x", frames, keys.KeyHolder("stranger", frozenset(its)))
             for answer in hub.turn():
                 if isinstance(answer, wire.Refused) and answer.reason == "role":
                     assert repr(message.type) in answer.detail and "'stranger'" in answer.detail
@@ -81,13 +81,13 @@ def test_a_stolen_key_of_an_actor_becomes_no_learner_no_operator_and_no_other_ac
 @pytest.mark.parametrize(("name", "is_welcome"), [("gpu2", True), ("gpu2-7", True), ("gpu20", False), ("gpu", False)])
 def test_an_actor_has_its_machines_name(name: str, is_welcome: bool) -> None:
     hello = wire.Hello(actor=name, life="1", capacity=0, fence=0, version=0)
-    keys.check_sender(keys.Holder("gpu2", frozenset({"relay"})), hello)
+    keys.check_sender(keys.KeyHolder("gpu2", frozenset({"relay"})), hello)
     keys.check_sender(None, hello)
     if is_welcome:
-        keys.check_sender(keys.Holder("gpu2", frozenset({"actor"})), hello)
+        keys.check_sender(keys.KeyHolder("gpu2", frozenset({"actor"})), hello)
     else:
         with pytest.raises(RefusedError, match="role"):
-            keys.check_sender(keys.Holder("gpu2", frozenset({"actor"})), hello)
+            keys.check_sender(keys.KeyHolder("gpu2", frozenset({"actor"})), hello)
 
 
 @pytest.mark.parametrize("machine", ["a:king", "a:", "a:actor,", "a:actor,king", "a:Actor"])

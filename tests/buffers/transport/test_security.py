@@ -180,7 +180,7 @@ def test_a_stranger_who_speaks_no_zeromq_is_cut_and_counted(served: Served) -> N
         served.saw_an_end(before)
 
 
-SOMEBODY = keys.Holder("somebody", frozenset({"actor"}))
+SOMEBODY = keys.KeyHolder("somebody", frozenset({"actor"}))
 frame = st.binary(max_size=40)
 
 

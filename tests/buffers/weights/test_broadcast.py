@@ -9,21 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.buffers.protocol import broadcasts
-from async_rlhf.buffers.protocol.broadcasts import Device
+from async_rlhf.buffers.protocol.broadcasts import EngineDevice
 from async_rlhf.buffers.weights.broadcast import Membership
 from async_rlhf.buffers.weights.standby import Received, Standby, Target
 from async_rlhf.buffers.weights.weight_set import WeightSet
 
 ANNA, BERT, CARL = ("anna", "1"), ("bert", "1"), ("carl", "1")
-FREE = Device()
+FREE = EngineDevice()
 
 
-def in_epoch(fence: int, number: int) -> Device:
-    return Device(epoch_id=(fence, number), is_member=True)
+def in_epoch(fence: int, number: int) -> EngineDevice:
+    return EngineDevice(epoch_id=(fence, number), is_member=True)
 
 
-def left(fence: int, number: int) -> Device:
-    return Device(epoch_id=(fence, number))
+def left(fence: int, number: int) -> EngineDevice:
+    return EngineDevice(epoch_id=(fence, number))
 
 
 def test_an_epoch_serves_version_after_version_until_someone_joins_or_ends() -> None:
@@ -150,10 +150,10 @@ def engine() -> Engine:
 
 def test_a_set_that_came_is_reported_and_given_out_once(engine: Engine) -> None:
     engine.announce(3)
-    assert engine.standby.look() == Device(epoch_id=(1, 1), is_member=True)
+    assert engine.standby.look() == EngineDevice(epoch_id=(1, 1), is_member=True)
     weights = engine.come(3)
     assert engine.woken == 1
-    assert engine.standby.look() == Device(epoch_id=(1, 1), is_member=True, received=(1, 3))
+    assert engine.standby.look() == EngineDevice(epoch_id=(1, 1), is_member=True, received=(1, 3))
     assert engine.standby.take((1, 3), weights.digest) is weights
     engine.announce(4)
     assert engine.seats[0].orders == [(1, 3), (1, 4)]
@@ -190,11 +190,11 @@ def test_nothing_that_comes_of_an_epoch_that_was_left_is_taken(engine: Engine) -
 def test_an_epoch_that_ends_is_left_for_good(engine: Engine, end: Callable[[Engine], None]) -> None:
     engine.announce(3)
     end(engine)
-    assert engine.standby.look() == Device(epoch_id=(1, 1)) and engine.seats[0].is_left
+    assert engine.standby.look() == EngineDevice(epoch_id=(1, 1)) and engine.seats[0].is_left
     engine.announce(4)
     assert len(engine.seats) == 1, "the same epoch was announced late"
     engine.announce(4, number=2)
-    assert engine.standby.look() == Device(epoch_id=(1, 2), is_member=True)
+    assert engine.standby.look() == EngineDevice(epoch_id=(1, 2), is_member=True)
 
 
 def test_an_engine_that_no_epoch_reaches_takes_part_no_more(engine: Engine) -> None:
@@ -219,9 +219,9 @@ def test_a_set_that_is_not_what_was_broadcast_is_counted_and_said_to_be_there_no
     weights = engine.come(3)
     engine.standby.look()
     assert engine.standby.take((1, 2), weights.digest) is None, "another version"
-    assert engine.standby.look() == Device(epoch_id=(1, 1), is_member=True, received=(1, 3), num_refused=1)
+    assert engine.standby.look() == EngineDevice(epoch_id=(1, 1), is_member=True, received=(1, 3), num_refused=1)
     assert engine.standby.take((1, 3), "0" * 32) is None
-    assert engine.standby.look() == Device(epoch_id=(1, 1), num_refused=2) and engine.seats[0].is_left
+    assert engine.standby.look() == EngineDevice(epoch_id=(1, 1), num_refused=2) and engine.seats[0].is_left
 
 
 def test_a_set_is_given_out_once(engine: Engine) -> None:

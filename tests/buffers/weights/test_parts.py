@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.protocol import wire
-from async_rlhf.buffers.protocol.message import Place
+from async_rlhf.buffers.protocol.message import SealedPlace
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights import digests, server, shared
 from async_rlhf.buffers.weights.addresses import Addresses, lay
@@ -233,7 +233,7 @@ def attached(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Parts of each set that the hub mapped all at once, when it was announced."""
     found: list[int] = []
 
-    def attach_all(places: list[Place], num_bytes: int) -> Any:
+    def attach_all(places: list[SealedPlace], num_bytes: int) -> Any:
         found.append(len(places))
         return attach(places, num_bytes)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from async_rlhf.buffers.errors import WeightsError
-from async_rlhf.buffers.protocol.message import Place
+from async_rlhf.buffers.protocol.message import SealedPlace
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights import shared
 from async_rlhf.buffers.weights.assembly import Assembly
@@ -38,12 +38,12 @@ sys.stdin.read()
 
 
 @contextmanager
-def holder(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Place]]:
+def holder(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], SealedPlace]]:
     command = [sys.executable, "-c", HOLDER, *arguments]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        yield process, Place.model_validate_json(process.stdout.readline())
+        yield process, SealedPlace.model_validate_json(process.stdout.readline())
     finally:
         process.kill()
         process.communicate(timeout=300)
