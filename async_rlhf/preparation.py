@@ -58,7 +58,7 @@ def prepare(
     ones of its processes on this machine. Raises ConfigError, DamagedError.
     """
     config, prepared = _checked(config, rows or rows_of(config, None, resume))
-    config = as_rewards_want(config)
+    config = with_reward_settings(config)
     if not prepared.rows[1] and config.evaluation.source is None:
         none = config.evaluation.model_copy(update={"at_start": False, "at_end": False})
         config = config.model_copy(update={"evaluation": none})
@@ -110,7 +110,7 @@ def places(config: Config) -> list[str]:
 
     Raises ConfigError where they cannot.
     """
-    config, connections = connect(as_rewards_want(config))
+    config, connections = connect(with_reward_settings(config))
     try:
         hosts, of_hosts = found_by(connections)
         inventory = inventory_of(config, hosts)
@@ -207,7 +207,7 @@ def evaluate(config: Config, model: str | Path, progress: Progress | None = None
     Returns what a line of `evaluations.jsonl` has. Raises ConfigError before the model is loaded, and what ends an evaluation.
     """
     config, prepared = _checked(override(config, {"model": str(model)}), None)
-    return evaluate_alone(as_rewards_want(config), prepared, (progress or Progress()).evaluating)
+    return evaluate_alone(with_reward_settings(config), prepared, (progress or Progress()).evaluating)
 
 
 def rows_of(config: Config, data: Iterable[Any] | None, resume: bool) -> Rows:
@@ -238,7 +238,7 @@ def _checked(config: Config, rows: Rows | None) -> tuple[Config, Prepared]:
     return config, check_model(config, prepared.rows, prepared.environments)
 
 
-def as_rewards_want(config: Config) -> Config:
+def with_reward_settings(config: Config) -> Config:
     """The configuration with what rewards say of themselves (weights, stop strings) written out: a run's record is whole."""
     weights = {spec.name: spec.weight for spec in reward_specs(config) if spec.weight != 1.0} | config.rewards.weights
     rewards = config.rewards.model_copy(update={"weights": weights})

@@ -94,3 +94,10 @@ def test_help_says_of_each_command_in_a_whole_line_what_it_does() -> None:
     lines = dict(re.findall(r"^  ([a-z-]+) {2,}(\S.*)$", shown, re.M))
     assert set(get_command(app).commands) <= set(lines)  # type: ignore[attr-defined]
     assert all(len(line) < 70 and not line.endswith("...") for line in lines.values())
+
+
+def test_an_evening_is_enough_for_the_six_files_that_are_the_system() -> None:
+    first = (REPOSITORY / "ARCHITECTURE.md").read_text().split("\n\n")[1]
+    files = re.findall(r"`([\w/]+\.py)`", first)
+    assert len(files) == 6 and "1,800 lines" in first
+    assert sum(len((REPOSITORY / name).read_text().splitlines()) for name in files) < 1_850

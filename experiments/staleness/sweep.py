@@ -35,7 +35,7 @@ from async_rlhf.launch.exit_codes import InterruptedRunError
 from async_rlhf.launch.run_lock import holder
 from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.learner.model.gguf import model_directory
-from async_rlhf.preparation import as_rewards_want, prepare
+from async_rlhf.preparation import with_reward_settings, prepare
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import Config, parse_override
 from async_rlhf.run.config_keys import masked
@@ -325,7 +325,7 @@ def _job(sweep: SweepConfig, cell: Cell, number: str, is_here: bool) -> Job:
 def _check_same(place: Path, old: Mapping[str, Any], config: Config) -> None:
     """A sweep compares runs, so every setting counts: also those that a resumed run may change. old: of what lies in `place`,
     as `given`. Raises ConfigError."""
-    new = given(as_rewards_want(config.model_copy(update={"model": model_directory(config.model)})))
+    new = given(with_reward_settings(config.model_copy(update={"model": model_directory(config.model)})))
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in WATCHING]
     if keys:
         changed = "; ".join(f"{key}: {old.get(key, 'default')!r} -> {new.get(key, 'default')!r}" for key in keys[:5])

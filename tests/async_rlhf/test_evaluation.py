@@ -19,7 +19,7 @@ from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.cli.commands import app
-from async_rlhf.preparation import as_rewards_want
+from async_rlhf.preparation import with_reward_settings
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import dump, load
 from async_rlhf.run.display.console import held_out
@@ -94,7 +94,7 @@ def judged(small: Callable[..., Any], tmp_path: Path) -> Callable[..., dict[str,
 
     def evaluated(*names: str, **values: Any) -> dict[str, Any]:
         config = small(**{"rewards.functions": [f"{file}:{name}" for name in names], "data.held_out": 5, **values})
-        config = as_rewards_want(config)
+        config = with_reward_settings(config)
         run = RunDir.create(config.model_copy(update={"name": "-".join(names)}), overwrite=True)
         preflight(config)
         run_evaluation(run, config, config.model, "start", "0")

@@ -12,7 +12,7 @@ import pytest
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.score import Score
-from async_rlhf.preparation import as_rewards_want
+from async_rlhf.preparation import with_reward_settings
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import Config, dump, load, override
 from tests.conftest import QUICK
@@ -41,10 +41,10 @@ def judges(tmp_path: Path) -> str:
 def test_weights_and_stop_strings_of_rewards_are_written_into_the_runs_configuration(judges: str) -> None:
     functions = [f"{judges}:tagged", f"{judges}:other"]
     config = load(QUICK, {"rewards.functions": functions, "rewards.weights": {"other": 3.0}, "generation.stop": ["\n"]})
-    resolved = as_rewards_want(config)
+    resolved = with_reward_settings(config)
     assert resolved.rewards.weights == {"tagged": 0.5, "other": 3.0}
     assert resolved.generation.stop == ("\n", "</answer>")
-    assert as_rewards_want(resolved) == resolved  # a resumed run finds the same
+    assert with_reward_settings(resolved) == resolved  # a resumed run finds the same
 
 
 def test_a_rewards_own_check_is_made_before_the_run(judges: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.staleness.config import Cell, load_sweep
 from async_rlhf.experiments.staleness.sweep import Job
-from async_rlhf.preparation import as_rewards_want
+from async_rlhf.preparation import with_reward_settings
 from async_rlhf.run.config import dump, load
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK, REPOSITORY
@@ -212,7 +212,7 @@ def test_how_a_run_is_watched_and_what_a_reward_says_of_itself_are_no_changed_se
     judge = "from async_rlhf import reward\n\n@reward(weight=2.0)\ndef judge(completion):\n    return 1.0\n"
     (tmp_path / "judge.py").write_text(judge)
     own = {"rewards.functions": [str(tmp_path / "judge.py:judge")]}
-    ended_run(as_rewards_want(small(**own)), FOUR)
+    ended_run(with_reward_settings(small(**own)), FOUR)
     assert Job(Cell(small(**own, stall_timeout_s=7.0), {}), "", 64, Path()).of_run() == "finished"
 
 
