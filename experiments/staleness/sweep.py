@@ -35,7 +35,7 @@ from async_rlhf.launch.exit_codes import InterruptedRunError
 from async_rlhf.launch.run_lock import holder
 from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.learner.model.gguf import model_directory
-from async_rlhf.preparation import with_reward_settings, prepare
+from async_rlhf.preparation import prepare, with_reward_settings
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import Config, parse_override
 from async_rlhf.run.config_keys import masked

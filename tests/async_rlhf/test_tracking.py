@@ -318,5 +318,5 @@ def test_what_cannot_be_sent_is_refused_with_the_reason(
 def test_an_answer_without_an_end_fills_no_more_memory_than_a_tracker_may_have() -> None:
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with _bounded_memory(), pytest.raises(MemoryError):
-        bytearray(_MOST_MEMORY)
+        bytearray(2 * _MOST_MEMORY)
     assert resource.getrlimit(resource.RLIMIT_DATA) == before

@@ -19,6 +19,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -34,7 +35,7 @@ from async_rlhf.run.tracking import KINDS, Row, Tracker, opened
 from async_rlhf.run.watching import TrackerKind
 
 _SEND_S = 2.0
-# A service's answer without an end fills no more than this of the machine; torch's and wandb's own need a tenth.
+# A service's answer without an end fills no more than this of the machine.
 _MOST_MEMORY = 2 << 30
 _KEPT = 500  # lines after which it is written how far it is
 # Of a table: groups of the first step and of each so many later, so many rows, texts of so many characters.
@@ -115,10 +116,13 @@ def _alone(run: RunDir, kind: str) -> Iterator[None]:
 
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """Of this process and of those it starts."""
+    """Of this process, beyond what it has, and of those it starts. Linux."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    own = min(each for each in (soft, hard, _MOST_MEMORY) if each != resource.RLIM_INFINITY)
-    resource.setrlimit(resource.RLIMIT_DATA, (own, hard))
+    status = Path("/proc/self/status")
+    held = [line for line in status.read_text().splitlines() if line.startswith("VmData:")] if status.exists() else []
+    if held:
+        most = int(held[0].split()[1]) * 1024 + _MOST_MEMORY
+        resource.setrlimit(resource.RLIMIT_DATA, (most if soft == resource.RLIM_INFINITY else min(most, soft), hard))
     try:
         yield
     finally:
