@@ -226,8 +226,8 @@ def test_an_agent_takes_orders_while_a_start_waits_for_the_fork_server(tmp_path:
         ((99, {"type": "alive"}), "protocol 99"),
         ((1, {"type": "erase"}), "'erase'"),
         ((1, {"type": "want", "places": {"../../etc/passwd": ""}}), "pattern"),
-        ((1, {"type": "open", "directory": "/tmp", "lost_after_s": 1.0}), "in the wrong place"),
-        ((1, {"type": "piece", "digest": "0" * 32, "data": b"other", "last": True}), "instead of " + "0" * 32),
+        ((1, {"type": "open_agent", "directory": "/tmp", "lost_after_s": 1.0}), "in the wrong place"),
+        ((1, {"type": "content_piece", "digest": "0" * 32, "data": b"other", "last": True}), "instead of " + "0" * 32),
     ],
 )
 def test_what_is_no_order_ends_the_agent_with_the_reason(data: bytes | tuple[int, Any], message: str, tmp_path: Path) -> None:
