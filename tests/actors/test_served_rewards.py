@@ -340,8 +340,8 @@ def test_what_is_no_message_is_one_error(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"type": "who"}, "type 'who' is no message of this protocol, which has describe, step, show, "),
-        ({"type": "beat", "open": 3}, "field 'beat.open' = '3': Input should be a valid list"),
+        ({"type": "who"}, "type 'who' is no message of this protocol, which has describe, session_step, show, "),
+        ({"type": "session_beat", "open": 3}, "field 'session_beat.open' = '3': Input should be a valid list"),
     ],
 )
 def test_the_type_or_field_that_makes_it_no_message_is_named(fields: dict[str, Any], said: str) -> None:
