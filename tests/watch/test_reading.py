@@ -18,12 +18,13 @@ from made_runs import BEGAN, HOSTILE, broken_run, group, made_run, records, writ
 from prometheus_client.parser import text_string_to_metric_families
 from serving import serving
 
+from async_rlhf.inspect.trace import TracedSpan
 from async_rlhf.run import reading as run_reading
 from async_rlhf.run import run_files
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.watch import runs as watched_runs
 from async_rlhf.watch.completions import MAX_CHARACTERS, decoder, group_lines, pieces, shown
-from async_rlhf.watch.events import Span, events, stacked, timeline
+from async_rlhf.watch.events import events, stacked, timeline
 from async_rlhf.watch.prometheus import ALERTS, exposition
 from async_rlhf.watch.run import WatchedRun
 from async_rlhf.watch.runs import Runs
@@ -173,7 +174,7 @@ def test_the_time_line_has_what_each_process_did(tmp_path: Path) -> None:
 
 
 def test_groups_at_the_same_time_stand_below_one_another() -> None:
-    groups = [[Span("generate", str(i), began, began + 2.0)] for i, began in enumerate((0.0, 1.0, 2.0, 2.5))]
+    groups = [[TracedSpan("generate", str(i), began, began + 2.0)] for i, began in enumerate((0.0, 1.0, 2.0, 2.5))]
     assert [[span.label for span in row] for row in stacked(groups)] == [["0", "2"], ["1"], ["3"]]
     assert len(stacked(groups, rows=1)) == 1
     assert timeline([], {}, [])["lanes"] == []
