@@ -222,11 +222,6 @@ def _ranks(config: LearnerConfig, groups_per_batch: int) -> Iterator[str]:
 def _schedule(config: LearnerConfig, max_steps: int | None) -> Iterator[str]:
     if config.schedule != "constant" and max_steps is None:
         yield f"learner.schedule = {config.schedule!r} falls until max_steps: set that, or learner.schedule = 'constant'"
-    if config.schedule != "constant" and max_steps is not None and max_steps <= config.warmup_steps:
-        yield (
-            f"learner.schedule = {config.schedule!r} falls until max_steps = {max_steps}, within the warm-up of "
-            f"{config.warmup_steps} steps; lowest max_steps: {config.warmup_steps + 1}"
-        )
 
 
 def _backend(config: LearnerConfig, engine: EngineConfig) -> Iterator[str]:

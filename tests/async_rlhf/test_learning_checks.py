@@ -96,7 +96,6 @@ MACHINES: list[tuple[dict[str, Any], str]] = [
     ({"ranks": 5}, r"learner.ranks = 5 cannot share an update of 4 groups.*Highest: learner.ranks = 4"),
     ({"ranks": 3, "updates_per_step": 2}, "of 2 groups.*Highest: learner.ranks = 2"),
     ({"ranks": 2, "device": "cuda:1"}, "'cuda:1' is one device for 2 ranks; 'cuda' gives every rank"),
-    ({"schedule": "linear", "warmup_steps": 100}, "max_steps = 100, within the warm-up.*lowest max_steps: 101"),
     ({"deepspeed_config": "ds.json"}, "is for learner.backend = 'deepspeed'"),
     ({"backend": "deepspeed", "dtype": "bfloat16"}, "weights of 16 bits, .*: set engine.dtype = 'bfloat16', or engine.canary"),
     ({"critic": {"warmup_steps": 3}}, "critic.warmup_steps = 3 and no critic: set learner.critic.kind"),
