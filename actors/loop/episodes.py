@@ -336,7 +336,7 @@ class Episodes:
         messages, prompt = ((), "") if environment is None else transcript.messages()
         return FinishedRollout(
             episode.key,
-            transcript.rollout(episode.reason or last.finish_reason, self._decode, is_agent),
+            transcript.rollout(rows, episode.reason or last.finish_reason, self._decode, is_agent),
             rows[0][0].ids,
             tuple(turn.text for turn in transcript.turns),
             prompt=episode.group.text,

@@ -21,7 +21,7 @@ from async_rlhf.buffers.record import Int32Array, Rollout, Score, Span
 class FinishedRollout:
     """A rollout that has ended.
 
-    rollout: what goes into the record, behind its own prompt; scores, reference and most timings come with `judged`. prompt,
+    rollout: what goes into the record, behind its own prompt; scores, reference and timings come with `judged`. prompt,
     prompt_ids: the first observation, or the row's ids and no text; of an agent no text. turns: what the model wrote, in time;
     last: the last of them that is trained on. num_sampled: tokens of all. anew: what was read where a row began anew. messages:
     the conversation of the last turn, is_chat: as such; num_prompt: of them before the first turn. score: the environment's.
@@ -61,18 +61,14 @@ class FinishedRollout:
             "sampled": self.rollout.sampled.tolist(),
         }
 
-    def timed(self, timings: Mapping[str, float]) -> FinishedRollout:
-        """With these timings."""
-        return replace(self, rollout=replace(self.rollout, timings=timings))
-
     def judged(
         self, scored: Scored[RolloutKey], by_environment: Mapping[str, Score], timings: Mapping[str, float]
     ) -> FinishedRollout:
-        """With all its scores, and further timings. by_environment: as `Environments.scores`."""
+        """With all its scores, and timings. by_environment: as `Environments.scores`."""
         rollout, reference = self.rollout, scored.reference
         if reference is not None and len(reference) > len(rollout.logprobs):
             reference = reference[rollout.sampled]
-        scores, timings = {**scored.scores, **by_environment}, {**rollout.timings, **timings}
+        scores = {**scored.scores, **by_environment}
         return replace(self, rollout=replace(rollout, scores=scores, reference=reference, timings=timings))
 
 

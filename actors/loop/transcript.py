@@ -139,9 +139,15 @@ class Transcript:
         rows[1:] = sorted(rows[1:], key=lambda row: (first[row[0].row].rank, row[0].ids))
         return [row[: row.index(last[row[0].row]) + 1] for row in rows]
 
-    def rollout(self, finish_reason: FinishReason, decode: Callable[[Sequence[int]], str], is_agent: bool) -> Rollout:
-        """The whole of it, behind the prompt of the first row in the record. is_agent: its last turn has a score of its own."""
-        rows = self.recorded()
+    def rollout(
+        self,
+        rows: Sequence[Sequence[Turn]],
+        finish_reason: FinishReason,
+        decode: Callable[[Sequence[int]], str],
+        is_agent: bool,
+    ) -> Rollout:
+        """The whole of it, behind the prompt of the first row. rows: as `recorded`. is_agent: its last turn has a score of its
+        own."""
         trained = [turn for row in rows for turn in row if turn.trained]
         sampled = [turn.wrote for turn in trained if turn.wrote is not None]
         masks = [wrote.sampling_mask for wrote in sampled if wrote.sampling_mask is not None]

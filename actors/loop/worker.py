@@ -62,6 +62,7 @@ class _Open:
     prompt: str
     began: float
     finished: dict[int, FinishedRollout] = field(default_factory=dict)
+    generated: dict[int, StageTime] = field(default_factory=dict)
     num_judged: int = 0
     sampled: int = 0
     """The engine's progress when it last had something of this group."""
@@ -252,8 +253,8 @@ class Worker:
         key = finished.key
         self._shown.pop(key, None)
         group = self._open[key.group]
-        generated = StageTime(group.began, max(group.began, time.time()))  # the clock may be set back
-        group.finished[key.member] = finished.timed(pack({GENERATION: generated}))
+        group.finished[key.member] = finished
+        group.generated[key.member] = StageTime(group.began, max(group.began, time.time()))  # the clock may be set back
         self._count["tokens_total"] += finished.num_sampled
         self._count["completions_total"] += 1
         place = GroupMember(key[:2], key.member, self._group_size)
@@ -266,7 +267,7 @@ class Worker:
         finished, environment = group.finished[member], environments.of(group.row.columns)
         stages = {name: self._decoding.overlap(*when) for name, when in scored.stages.items()}
         stages |= self._environment_stage(environment, finished)
-        timings = pack(stages) | pack_ahead(scored.ahead_s)
+        timings = pack({GENERATION: group.generated[member], **stages}) | pack_ahead(scored.ahead_s)
         group.finished[member] = finished.judged(scored, environments.scores(environment, finished.score), timings)
         group.num_judged += 1
         if group.num_judged == self._group_size:

@@ -6,7 +6,6 @@ The caller limits the time of a request.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 import httpx2
 
 from async_rlhf.actors.rewards.settings import TransientError
+from async_rlhf.buffers.parsing import json_value
 
 _MAY_PASS = {408, 409, 425, 429}
 _LONGEST_WAIT_S, ANSWERS_S = 300.0, 10.0
@@ -100,8 +100,8 @@ def _content(url: str, response: httpx2.Response, body: bytes) -> Any:
     if response.status_code != 200:
         raise ValueError(f"{url} answered {response.status_code}: {body[:200].decode(errors='replace')!r}")
     try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
+        return json_value(body)
+    except ValueError as error:
         raise ValueError(f"{url} answered what is no JSON: {body[:200].decode(errors='replace')!r}") from error
 
 

@@ -7,8 +7,8 @@ probabilities at temperature 1 over the whole vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # One token takes about 100 bytes of JSON.
 _MAX_BYTES = 64 << 20
+Told = TypeVar("Told")
 
 
 def logprobs(path: str, samples: Sequence[TextSample], api_key_env: str) -> list[Float32Array]:
@@ -30,14 +31,10 @@ def logprobs(path: str, samples: Sequence[TextSample], api_key_env: str) -> list
     pass, ValueError for every other answer without a number for each token.
     """
     texts = [[*sample.prompt, *sample.completion] for sample in samples]
-    url, answer = _ask(path, texts, api_key_env)
-    try:
-        choices = {choice["index"]: choice["prompt_logprobs"] for choice in answer["choices"]}
-        found = [_read(choices[at], text)[-len(samples[at].completion) :] for at, text in enumerate(texts)]
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(f"{url} gave no prompt_logprobs of each token it was sent: {shown(answer)}") from error
+    told = _told(path, texts, api_key_env, lambda token: float(token["logprob"]))
+    found = [np.array(values[-len(sample.completion) :], np.float32) for values, sample in zip(told, samples, strict=True)]
     if bad := [value for own in found for value in own.tolist() if not -np.inf < value <= MAX_LOGPROB]:
-        raise ValueError(f"{url} gave a log-probability of {bad[0]}; it must be finite and at most 0")
+        raise ValueError(f"{path} gave a log-probability of {bad[0]}; it must be finite and at most 0")
     return found
 
 
@@ -47,26 +44,25 @@ def other_texts(path: str, texts: Mapping[int, str], api_key_env: str) -> list[t
     What is not compared: white space around a text, a part of a character, and what a server says no text of.
     """
     ids = [*texts]
-    _, answer = _ask(path, [ids], api_key_env, endpoint.ANSWERS_S)
-    try:
-        told = answer["choices"][0]["prompt_logprobs"][1:]
-        said = [(token, each[str(token)].get("decoded_token")) for token, each in zip(ids[1:], told, strict=True)]
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} gave no prompt_logprobs of each token it was sent: {shown(answer)}") from error
+    (told,) = _told(path, [ids], api_key_env, lambda token: token.get("decoded_token"), endpoint.ANSWERS_S)
+    said = zip(ids[1:], told, strict=True)
     whole = [(token, text) for token, text in said if isinstance(text, str) and "\ufffd" not in text + texts[token]]
     return [(token, text) for token, text in whole if text.strip() != texts[token].strip()]
 
 
-def _ask(path: str, texts: Sequence[Sequence[int]], api_key_env: str, limit_s: float | None = None) -> tuple[str, Any]:
-    """The URL, and its answer."""
+def _told(
+    path: str, texts: Sequence[Sequence[int]], api_key_env: str, read: Callable[[Any], Told], limit_s: float | None = None
+) -> list[list[Told]]:
+    """What is read of the server's word on each token of each text but the first. Raises as `logprobs`."""
     address, _, model = path.partition("#")
     url = f"{address.rstrip('/')}/completions"
     request = {"prompt": texts, "max_tokens": 1, "prompt_logprobs": 0, **({"model": model} if model else {})}
-    return url, endpoint.post(url, request, api_key_env, _MAX_BYTES, limit_s)
-
-
-def _read(of_tokens: Sequence[Any], ids: Sequence[int]) -> Float32Array:
-    """float32 [tokens but the first]."""
-    if len(of_tokens) != len(ids):
-        raise IndexError(f"{len(of_tokens)} for {len(ids)} tokens")
-    return np.array([each[str(token)]["logprob"] for each, token in zip(of_tokens[1:], ids[1:], strict=True)], np.float32)
+    answer = endpoint.post(url, request, api_key_env, _MAX_BYTES, limit_s)
+    try:
+        choices = {choice["index"]: choice["prompt_logprobs"] for choice in answer["choices"]}
+        return [
+            [read(each[str(token)]) for each, token in zip(choices[at][1:], ids[1:], strict=True)]
+            for at, ids in enumerate(texts)
+        ]
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{url} gave no prompt_logprobs of each token it was sent: {shown(answer)}") from error

@@ -227,7 +227,7 @@ class WeightServer:
         """For an operator, of an actor that does not serve what it should: the version, why, and for how many seconds."""
         actor = admission.fleet.actors[name]
         state, target = adoption_of(name, actor, admission, self)
-        if target is None or state is Adoption.SERVES or target == (actor.fence, actor.version):
+        if target is None or target == (actor.fence, actor.version):
             return {}
         seconds = 0.0 if actor.behind_since is None else now - actor.behind_since
         return {"behind_version": target[1], "behind_s": round(seconds, 3), "behind_because": str(state)}

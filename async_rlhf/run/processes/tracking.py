@@ -19,9 +19,9 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
@@ -118,10 +118,8 @@ def _alone(run: RunDir, kind: str) -> Iterator[None]:
 def _bounded_memory() -> Iterator[None]:
     """Of this process, beyond what it has, and of those it starts. Linux."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    status = Path("/proc/self/status")
-    held = [line for line in status.read_text().splitlines() if line.startswith("VmData:")] if status.exists() else []
-    if held:
-        most = int(held[0].split()[1]) * 1024 + _MOST_MEMORY
+    if held := getattr(psutil.Process().memory_info(), "data", 0):
+        most = held + _MOST_MEMORY
         resource.setrlimit(resource.RLIMIT_DATA, (most if soft == resource.RLIM_INFINITY else min(most, soft), hard))
     try:
         yield
