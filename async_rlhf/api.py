@@ -31,10 +31,11 @@ from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, RewardError
 from async_rlhf.launch.local import warm
 from async_rlhf.preparation import prepare, rows_of
 from async_rlhf.run.caller import served, split, target_of
-from async_rlhf.run.config import Config, load
+from async_rlhf.run.config import Config
 from async_rlhf.run.display import Progress
 from async_rlhf.run.display.console import Display
 from async_rlhf.run.display.notebook import NotebookDisplay, in_notebook
+from async_rlhf.run.loading import load
 from async_rlhf.run.run_data import Rows
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import line_of_step

@@ -22,13 +22,14 @@ from async_rlhf.learner.checkpoint.store import complete, step_of
 from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.learner.model.gguf import model_directory
 from async_rlhf.run.checks.memory import check_memory
-from async_rlhf.run.checks.preflight import Prepared, check_model, preflight
+from async_rlhf.run.checks.preflight import Prepared, check_converted, preflight
 from async_rlhf.run.checks.spool import make_spool
-from async_rlhf.run.config import Config, override
+from async_rlhf.run.config import Config
 from async_rlhf.run.display import Progress
 from async_rlhf.run.hosts.connections import connect, found_by, launcher_of, meeting_address
 from async_rlhf.run.hosts.placement import inventory_of, placement_of, table
 from async_rlhf.run.live import check_resumed, undo
+from async_rlhf.run.loading import override
 from async_rlhf.run.processes.evaluation import evaluate_alone, forget_evaluations
 from async_rlhf.run.processes.tracking import rewind
 from async_rlhf.run.run_data import Rows, RunData
@@ -235,7 +236,7 @@ def _checked(config: Config, rows: Rows | None) -> tuple[Config, Prepared]:
     if model == config.model:
         return config, prepared
     config = config.model_copy(update={"model": model})  # converted from a file, in which `preflight` cannot look
-    return config, check_model(config, prepared.rows, prepared.environments)
+    return config, check_converted(config, prepared)
 
 
 def with_reward_settings(config: Config) -> Config:

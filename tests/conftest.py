@@ -33,7 +33,8 @@ from typer.testing import CliRunner
 from async_rlhf.launch.local import begin
 from async_rlhf.launch.processor import processor
 from async_rlhf.launch.program import role_of
-from async_rlhf.run.config import Config, load
+from async_rlhf.run.config import Config
+from async_rlhf.run.loading import load
 from tests.workers import Scheduling, place
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -118,7 +118,7 @@ def say(text: str, *, err: bool = False) -> None:
 
 def overridden(overrides: list[str] | None) -> dict[str, Any]:
     """What `--set` was given. Raises ConfigError."""
-    from async_rlhf.run.config import parse_override
+    from async_rlhf.run.loading import parse_override
 
     return dict(parse_override(text) for text in overrides or [])
 
@@ -132,7 +132,7 @@ def opened(run_dir: Path) -> Reading:
 
 
 def load_config(config: Path, overrides: list[str] | None) -> Any:
-    from async_rlhf.run.config import load
+    from async_rlhf.run.loading import load
 
     return load(config, overridden(overrides))
 

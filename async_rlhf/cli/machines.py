@@ -30,7 +30,7 @@ def serve_reward(
     """Serve a reward, which actors use as `remote`. Ctrl-C ends it. --set takes keys of [rewards] and [scoring]."""
     from async_rlhf.actors.config import RewardsConfig, ScoringConfig
     from async_rlhf.actors.scoring.server import ScoringServer
-    from async_rlhf.run.config import parse_settings
+    from async_rlhf.run.loading import parse_settings
 
     given = parse_settings(("rewards", "scoring"), overrides or [])
     scoring = ScoringConfig.model_validate(given["scoring"])
@@ -48,7 +48,7 @@ def serve_environment(
     """Serve an environment, which actors use as `remote:ADDRESS`. Ctrl-C ends it. --set takes keys of [environment]."""
     from async_rlhf.actors.environments import EnvironmentConfig
     from async_rlhf.actors.environments.server import EnvironmentServer
-    from async_rlhf.run.config import parse_settings
+    from async_rlhf.run.loading import parse_settings
 
     given = parse_settings(("environment",), overrides or [])["environment"]
     config = EnvironmentConfig.model_validate({**given, "function": environment})
@@ -68,7 +68,7 @@ def serve_sessions(
     """Let harnesses play the episodes of a run. It uses them as `remote:ADDRESS`. Ctrl-C ends it. --set takes keys of
     [environment]."""
     from async_rlhf.actors.agents.harness import serve_harnesses
-    from async_rlhf.run.config import parse_settings
+    from async_rlhf.run.loading import parse_settings
 
     given = parse_settings(("environment",), overrides or [])["environment"]
     server, harnesses = serve_harnesses(address, port, key_file, keys, given)

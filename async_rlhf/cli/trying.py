@@ -28,7 +28,7 @@ def try_reward(
     """
     from async_rlhf.inspect.trials import lines, try_rewards
     from async_rlhf.launch.exit_codes import REWARDS_FAILED
-    from async_rlhf.run.config import parse_settings
+    from async_rlhf.run.loading import parse_settings
 
     given = parse_settings(("rewards", "scoring"), overrides or [])
     trial = try_rewards(rewards, data, limit=limit, scoring=given["scoring"], **given["rewards"])
@@ -84,7 +84,7 @@ def try_loss(
     """
     from async_rlhf.learner.config import LossConfig
     from async_rlhf.learner.objective import trial
-    from async_rlhf.run.config import parse_settings
+    from async_rlhf.run.loading import parse_settings
 
     given = parse_settings(("loss",), [f"loss.kind='{loss}'", *(overrides or [])])
     found = trial.try_loss(LossConfig.model_validate(given["loss"]))

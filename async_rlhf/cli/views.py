@@ -154,7 +154,7 @@ def rollouts_replay(
 ) -> None:
     """Train again on the batches of an earlier run. A learner alone, bit for bit or with another loss (--set loss...)."""
     from async_rlhf.inspect.rollouts import replay
-    from async_rlhf.run.config import override
+    from async_rlhf.run.loading import override
 
     source = opened(run_dir).run
     timeless = {"max_seconds": "none"}  # what is learned again takes another time, and is all that was learned

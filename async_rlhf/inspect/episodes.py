@@ -26,7 +26,8 @@ from async_rlhf.actors.prompts import Row, environment_seed
 from async_rlhf.buffers.errors import ConfigError, DeadlineError
 from async_rlhf.buffers.score import Score
 from async_rlhf.inspect.trials import failures, in_words, quantiles
-from async_rlhf.run.config import Config, load
+from async_rlhf.run.config import Config
+from async_rlhf.run.loading import load
 from async_rlhf.run.scoring import common_columns, environment_specs
 
 if TYPE_CHECKING:

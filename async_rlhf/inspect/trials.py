@@ -29,7 +29,8 @@ from async_rlhf.buffers.parsing import json_value
 from async_rlhf.buffers.record import source_of
 from async_rlhf.buffers.score import Score
 from async_rlhf.run.caller import specs_of, split
-from async_rlhf.run.config import Config, section
+from async_rlhf.run.config import Config
+from async_rlhf.run.loading import section
 from async_rlhf.run.scoring import played_by, reward_specs
 
 _TOKENS = ("completion_ids", "prompt_ids")

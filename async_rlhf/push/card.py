@@ -13,7 +13,7 @@ import tomli_w
 
 from async_rlhf.learner.checkpoint.store import step_of
 from async_rlhf.push.folders import without_folders
-from async_rlhf.run.config import Config, in_toml
+from async_rlhf.run.config import Config
 from async_rlhf.run.config_keys import without_secrets
 from async_rlhf.run.live import effective
 from async_rlhf.run.manifest import Published, published
@@ -21,6 +21,7 @@ from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import is_step, read_object
+from async_rlhf.run.tables import in_toml
 
 # About the machine and its user, not about what was learned.
 _LEFT_OUT = {"output_dir", "address", "hooks", "launch", "placement", "security", "tracking", "disk_pause_bytes"}

@@ -26,7 +26,8 @@ from async_rlhf.actors.workers import CALLER, CALLER_VARIABLE
 from async_rlhf.buffers.errors import ConfigError, RewardError
 from async_rlhf.buffers.record import source_of
 from async_rlhf.launch.sockets import socket_directory
-from async_rlhf.run.config import Config, override
+from async_rlhf.run.config import Config
+from async_rlhf.run.loading import override
 from async_rlhf.run.scoring import common_columns
 
 Function = Callable[..., Any]

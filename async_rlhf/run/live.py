@@ -22,8 +22,9 @@ from async_rlhf.learner.checkpoint.store import complete, step_of, verified
 from async_rlhf.learner.loop.changes import Applied, Change, ChangeHistory, ChangeLedger, ChangeRequest, Line, Undone, described
 from async_rlhf.learner.loop.recording import Recording
 from async_rlhf.learner.registry import loss_spec
-from async_rlhf.run.config import Config, changed, dotted, override
+from async_rlhf.run.config import Config
 from async_rlhf.run.config_keys import settings
+from async_rlhf.run.loading import changed, dotted, override
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.scoring import environment_specs, score_names
 

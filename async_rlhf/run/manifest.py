@@ -18,8 +18,9 @@ from async_rlhf.buffers.files import RUN, content_digest
 from async_rlhf.launch.machine import sources
 from async_rlhf.launch.processor import processor
 from async_rlhf.learner.checkpoint.store import complete, step_of
-from async_rlhf.run.config import Config, flat
+from async_rlhf.run.config import Config
 from async_rlhf.run.own_code import own_code
+from async_rlhf.run.tables import flat
 
 _PACKAGES = ("async-rlhf", "torch", "transformers", "numpy", "pyzmq", "msgpack", "reasoning-gym")
 _SNAPSHOT = re.compile(r"/(?:models|datasets)--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})(/.+)?")

@@ -42,8 +42,9 @@ from async_rlhf.launch.program import Launcher
 from async_rlhf.launch.run_lock import RunLock, holder, is_held
 from async_rlhf.launch.sockets import LONGEST, is_private, remove_left
 from async_rlhf.learner.checkpoint.evaluated import without_links
-from async_rlhf.run.config import Config, differences, dump, validated
+from async_rlhf.run.config import Config
 from async_rlhf.run.config_keys import known
+from async_rlhf.run.loading import differences, dump, validated
 from async_rlhf.run.manifest import RecordedBits, continued, manifest
 from async_rlhf.run.run_data import Rows, RunData
 from async_rlhf.run.run_files import read_lines, read_object, read_small

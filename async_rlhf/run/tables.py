@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -44,3 +44,21 @@ def numbered(value: Any) -> Any:
     if isinstance(value, tuple) and value and isinstance(value[0], dict):
         value = {str(number): each for number, each in enumerate(value)}
     return {key: numbered(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Tables as dotted keys."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def in_toml(value: Any) -> Any:
+    """A copy of plain values with None as it is written there."""
+    if isinstance(value, dict):
+        return {key: in_toml(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [in_toml(each) for each in value]
+    return "none" if value is None else value

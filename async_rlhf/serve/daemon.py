@@ -33,8 +33,8 @@ from async_rlhf.launch.exit_codes import ending
 from async_rlhf.launch.forked import Child
 from async_rlhf.launch.local import begin, last_error, warm
 from async_rlhf.launch.run_lock import RunLock
-from async_rlhf.run.config import load
 from async_rlhf.run.display.terminal import on_signals
+from async_rlhf.run.loading import load
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import printable
 from async_rlhf.run.supervision.hooks import Hooks

@@ -19,7 +19,8 @@ from async_rlhf.experiments.statistics import MIN_SEEDS
 from async_rlhf.learner.checkpoint.store import complete, step_of, verified
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.registry import loss_spec
-from async_rlhf.run.config import Config, differences, read_toml, section
+from async_rlhf.run.config import Config
+from async_rlhf.run.loading import differences, read_toml, section
 from async_rlhf.run.run_dir import RunDir
 
 SHIPPED = Path(__file__).resolve().parent / "corrections.toml"

@@ -29,8 +29,9 @@ from async_rlhf.experiments.soak.sampling import GROWING, MIB, Census, command, 
 from async_rlhf.experiments.soak.slopes import SlopeSample
 from async_rlhf.inspect.chaos import FaultInjector, problems
 from async_rlhf.learner.loop.changes import ChangeLedger
-from async_rlhf.run.config import Config, dump, load
+from async_rlhf.run.config import Config
 from async_rlhf.run.live import ask
+from async_rlhf.run.loading import dump, load
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Tail, highest_step, read_lines
 

@@ -22,7 +22,8 @@ from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.buffers.files import write_whole
 from async_rlhf.experiments.staleness.config import Cell, Setting, shown
 from async_rlhf.learner.loop.budget import Budget
-from async_rlhf.run.config import Config, dotted
+from async_rlhf.run.config import Config
+from async_rlhf.run.loading import dotted
 from async_rlhf.run.processes.agreement import portable
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import MAX_LOG_BYTES, figures, read_small

@@ -36,8 +36,9 @@ from async_rlhf.buffers.config import Section
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.learner.config import AdvantageConfig, KindSection, LossConfig
 from async_rlhf.run import shipped
-from async_rlhf.run.config import Config, dotted, load, read_toml
+from async_rlhf.run.config import Config
 from async_rlhf.run.config_keys import explain
+from async_rlhf.run.loading import dotted, load, read_toml
 
 SHIPPED = {path.stem: path for path in Path(__file__).resolve().parent.glob("*.toml")}
 """Sweeps by name."""

@@ -37,12 +37,13 @@ from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.learner.model.gguf import model_directory
 from async_rlhf.preparation import prepare, with_reward_settings
 from async_rlhf.run.checks.preflight import preflight
-from async_rlhf.run.config import Config, parse_override
+from async_rlhf.run.config import Config
 from async_rlhf.run.config_keys import masked
 from async_rlhf.run.display import Progress
 from async_rlhf.run.display.console import StepPace, duration
 from async_rlhf.run.display.terminal import on_signals
 from async_rlhf.run.hosts.connections import check_ray
+from async_rlhf.run.loading import parse_override
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import printable
 from async_rlhf.run.supervision.supervisor import Supervisor

@@ -87,7 +87,7 @@ def _player(sessions: int, name: str) -> Iterator[Callable[[], _Throughput]]:
     from async_rlhf.actors.data.rows import load_rows
     from async_rlhf.actors.engine import load_engine
     from async_rlhf.buffers.model_directory import from_pretrained
-    from async_rlhf.run.config import load
+    from async_rlhf.run.loading import load
     from async_rlhf.run.processes.evaluation import environments_of
     from async_rlhf.run.processes.roles import run_context
 

@@ -22,7 +22,7 @@ from async_rlhf.actors.scoring.server import ScoringServer
 from async_rlhf.buffers.user_files import import_file
 from async_rlhf.inspect.episodes import configuration
 from async_rlhf.run.caller import served
-from async_rlhf.run.config import load
+from async_rlhf.run.loading import load
 from tests.actors.environments.played import Bench as Episodes
 from tests.actors.scored import Bench as Completions
 from tests.actors.served import running

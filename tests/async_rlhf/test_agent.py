@@ -28,7 +28,7 @@ from async_rlhf.launch.machine import assigned_threads
 from async_rlhf.launch.orders import EVENTS, ORDERS, ContentPiece, MissingContents, OpenAgent, Start, Want
 from async_rlhf.launch.program import Node
 from async_rlhf.launch.sockets import ON_HOST, is_private
-from async_rlhf.run.config import dump
+from async_rlhf.run.loading import dump
 from tests.async_rlhf.test_strategies import allowed
 from tests.conftest import has_ended, wait_for
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.run.config import Config, load, override
+from async_rlhf.run.config import Config
+from async_rlhf.run.loading import load, override
 from async_rlhf.run.processes.agreement import schema, shared
 from async_rlhf.run.run_data import RunData
 from tests.conftest import REPOSITORY

@@ -14,7 +14,7 @@ import pytest
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.run.checks.preflight import preflight
-from async_rlhf.run.config import load
+from async_rlhf.run.loading import load
 from tests.conftest import QUICK, invoke
 
 FILE = {"data.options": {}, "data.held_out": 0, "rewards.functions": ["exact"]}
@@ -98,7 +98,7 @@ def test_a_wrong_setting_is_refused_with_the_nearest_valid_one(
 
 def test_an_uncorrected_asynchronous_run_is_refused_unless_asked_for(tmp_path: Path) -> None:
     from async_rlhf.buffers.errors import ConfigError
-    from async_rlhf.run.config import load
+    from async_rlhf.run.loading import load
 
     with pytest.raises(ConfigError, match=r"max_staleness = 1 without an importance weight.*allow_uncorrected = true"):
         load(QUICK, {"loss.is_cap": None})
@@ -162,7 +162,7 @@ def test_every_preset_loads_and_is_complete_or_says_what_fetches_its_model(tmp_p
     import tomllib
 
     from async_rlhf.buffers.errors import ConfigError
-    from async_rlhf.run.config import load
+    from async_rlhf.run.loading import load
 
     presets = sorted((QUICK.parent).glob("*.toml"))
     assert presets
@@ -197,7 +197,7 @@ def test_a_model_that_only_its_own_code_could_load_is_refused_and_the_code_is_no
 def test_the_resolved_configuration_is_the_whole_of_it(small: Any) -> None:
     import tomllib
 
-    from async_rlhf.run.config import dump, validated
+    from async_rlhf.run.loading import dump, validated
 
     for config in (small(), small(**{"loss.is_cap": "none", "loss.allow_uncorrected": True})):
         assert validated(tomllib.loads(dump(config))) == config

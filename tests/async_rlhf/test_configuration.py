@@ -14,8 +14,9 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.reference import reference
 from async_rlhf.learner.config import AdvantageConfig, LossConfig, own_parameters
 from async_rlhf.learner.registry import shipped
-from async_rlhf.run.config import Config, differences, load, parse_override
+from async_rlhf.run.config import Config
 from async_rlhf.run.config_keys import ELSEWHERE, KINDS, settings
+from async_rlhf.run.loading import differences, load, parse_override
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.shipped import FILES, write_start
 from tests.conftest import QUICK, REPOSITORY

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from async_rlhf.run.config import load
+from async_rlhf.run.loading import load
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK, invoke
 

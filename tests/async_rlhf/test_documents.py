@@ -17,7 +17,7 @@ from async_rlhf.actors.rewards import BUILTINS
 from async_rlhf.cli.commands import app
 from async_rlhf.inspect.episodes import EpisodePart, EpisodeTrial, lines, with_specials
 from async_rlhf.run.checks.preflight import preflight
-from async_rlhf.run.config import load
+from async_rlhf.run.loading import load
 from tests.actors.environments.test_environment_rendering import CHATML, tokenizer
 from tests.conftest import QUICK, REPOSITORY
 from tests.documents import Page

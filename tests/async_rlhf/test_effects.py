@@ -11,8 +11,9 @@ from loss_oracles import Completion
 
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.registry import loss_spec, losses
-from async_rlhf.run.config import Config, load
-from async_rlhf.run.effects import without_effect
+from async_rlhf.run.checks.effects import without_effect
+from async_rlhf.run.config import Config
+from async_rlhf.run.loading import load
 from tests.conftest import REPOSITORY
 from tests.learner.test_losses import completions, value_and_gradient
 

@@ -21,8 +21,8 @@ from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.cli.commands import app
 from async_rlhf.preparation import with_reward_settings
 from async_rlhf.run.checks.preflight import preflight
-from async_rlhf.run.config import dump, load
 from async_rlhf.run.display.console import held_out
+from async_rlhf.run.loading import dump, load
 from async_rlhf.run.processes.evaluation import evaluated_rows, forget_evaluations, record_evaluation, run_evaluation
 from async_rlhf.run.processes.tracking import rewind
 from async_rlhf.run.run_dir import RunDir

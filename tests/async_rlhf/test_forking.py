@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.cli.commands import app
 from async_rlhf.launch.run_lock import RunLock
-from async_rlhf.run.config import differences
 from async_rlhf.run.live import ask, forked
+from async_rlhf.run.loading import differences
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.serve.queue_dir import QueueDir
 from tests.formats.sample import copied

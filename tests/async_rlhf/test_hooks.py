@@ -15,7 +15,7 @@ import pytest
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.lines import earlier
 from async_rlhf.learner.checkpoint.store import lead
-from async_rlhf.run.checks.preflight import check_hooks
+from async_rlhf.run.checks.machine import check_hooks
 from async_rlhf.run.run_dir import RunDir, RunEnd
 from async_rlhf.run.run_files import read_lines
 from async_rlhf.run.supervision.hooks import Events, Hooks
@@ -127,13 +127,13 @@ def test_at_the_end_what_is_under_way_is_killed_and_what_waits_is_dropped(tmp_pa
 
 def test_a_hook_that_cannot_work_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch, small: Any) -> None:
     with pytest.raises(ConfigError, match=r"hooks\.command: its first word is no program"):
-        check_hooks(HooksConfig(command="no-such-program --loud"))
+        check_hooks(small(**{"hooks.command": "no-such-program --loud"}))
     with pytest.raises(ConfigError, match=r"hooks\.url = '\$NOWHERE': there is no such environment variable"):
-        check_hooks(HooksConfig(url="$NOWHERE"))
+        check_hooks(small(**{"hooks.url": "$NOWHERE"}))
     monkeypatch.setenv("SOMEWHERE", "https://example.org/token")
-    there = HooksConfig(url="$SOMEWHERE", command="sh -c 'exit 0'")
+    there = small(**{"hooks.url": "$SOMEWHERE", "hooks.command": "sh -c 'exit 0'"})
     check_hooks(there)
-    assert there.address == "https://example.org/token" and there.argv == ["sh", "-c", "exit 0"]
+    assert there.hooks.address == "https://example.org/token" and there.hooks.argv == ["sh", "-c", "exit 0"]
     for key, value in {"hooks.url": "example.org", "hooks.command": "sh 'x", "hooks.events": ["beste"]}.items():
         with pytest.raises(ConfigError, match=key):
             small(**{key: value})

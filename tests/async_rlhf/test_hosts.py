@@ -27,10 +27,11 @@ from async_rlhf.launch.orders import Start
 from async_rlhf.launch.program import Node, actor_node, rank_node, role_of
 from async_rlhf.launch.sockets import LOOPBACK, free_port, interface_towards, own_address
 from async_rlhf.preparation import prepare
-from async_rlhf.run.config import Config, load, override
+from async_rlhf.run.config import Config
 from async_rlhf.run.hosts.connections import connect, found_by
 from async_rlhf.run.hosts.node_files import pack
 from async_rlhf.run.hosts.placement import inventory_of, placement_of
+from async_rlhf.run.loading import load, override
 from async_rlhf.run.processes.agreement import shared
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir

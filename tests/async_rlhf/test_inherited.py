@@ -20,7 +20,8 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.launch import sockets
 from async_rlhf.launch.local import role_variables
 from async_rlhf.launch.sockets import hub_address, socket_directory, socket_root
-from async_rlhf.run.checks.preflight import check_inherited, preflight
+from async_rlhf.run.checks.machine import check_inherited
+from async_rlhf.run.checks.preflight import preflight
 from tests.conftest import REPOSITORY
 
 

@@ -17,7 +17,8 @@ from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.torch_engine.kv_policy import KeptPositions
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.run.config import Config, load
+from async_rlhf.run.config import Config
+from async_rlhf.run.loading import load
 from async_rlhf.run.processes.evaluation import evaluating_engine
 from tests.conftest import QUICK
 

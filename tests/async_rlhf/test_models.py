@@ -37,7 +37,7 @@ from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.model.files import load_model
 from async_rlhf.learner.step.controller import make_backend
-from async_rlhf.run.config import load
+from async_rlhf.run.loading import load
 from async_rlhf.run.shipped import is_name
 from tests.conftest import QUICK, invoke
 

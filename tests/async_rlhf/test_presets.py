@@ -18,7 +18,7 @@ from async_rlhf.actors.scoring.models import RewardModel
 from async_rlhf.api import TrainResult, train
 from async_rlhf.experiments.warm_start.speller import INSTRUCTION
 from async_rlhf.run.checks.preflight import preflight
-from async_rlhf.run.config import load
+from async_rlhf.run.loading import load
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.scoring import environment_specs
 from tests.conftest import QUICK, SMALL, has_ended, wait_for

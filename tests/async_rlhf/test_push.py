@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.push.card import card
 from async_rlhf.push.folders import without_folders
-from async_rlhf.run.config import changed
+from async_rlhf.run.loading import changed
 from async_rlhf.run.manifest import published
 from async_rlhf.run.processes.evaluation import record_evaluation
 from async_rlhf.run.reading import Reading

@@ -26,9 +26,9 @@ from async_rlhf.launch.orders import OpenAgent
 from async_rlhf.launch.program import Process, actor_node, role_of
 from async_rlhf.launch.ray import RayAgent, RayHosts, join
 from async_rlhf.preparation import prepare
-from async_rlhf.run.config import load
 from async_rlhf.run.hosts.connections import connect, found_by
 from async_rlhf.run.hosts.placement import inventory_of, placement_of, table
+from async_rlhf.run.loading import load
 from tests.async_rlhf.test_supervisor import Heard
 from tests.conftest import QUICK, SMALL, has_ended, toml, wait_for
 from tests.raylets import NODE, two_nodes

@@ -14,7 +14,8 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.score import Score
 from async_rlhf.preparation import with_reward_settings
 from async_rlhf.run.checks.preflight import preflight
-from async_rlhf.run.config import Config, dump, load, override
+from async_rlhf.run.config import Config
+from async_rlhf.run.loading import dump, load, override
 from tests.conftest import QUICK
 
 JUDGES = """

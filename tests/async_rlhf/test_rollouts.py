@@ -21,7 +21,7 @@ from async_rlhf.inspect import plot
 from async_rlhf.inspect.plot import Curves, _judged, draw, picture, points
 from async_rlhf.inspect.trace import export
 from async_rlhf.run import reading
-from async_rlhf.run.config import load
+from async_rlhf.run.loading import load
 from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK, REPOSITORY, SMALL, invoke

@@ -15,7 +15,7 @@ from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.experiments.doctor import families
 from async_rlhf.run.checks.model import check_routing
 from async_rlhf.run.checks.preflight import preflight
-from async_rlhf.run.config import load
+from async_rlhf.run.loading import load
 from async_rlhf.run.processes.agreement import schema
 from async_rlhf.run.processes.evaluation import evaluating_engine
 from tests.actors.vllm_model import SHIPPED

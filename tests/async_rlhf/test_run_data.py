@@ -14,7 +14,7 @@ from async_rlhf.api import train
 from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.inspect.rollouts import records
 from async_rlhf.preparation import prepare
-from async_rlhf.run.config import load
+from async_rlhf.run.loading import load
 from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir

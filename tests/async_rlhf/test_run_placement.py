@@ -21,9 +21,9 @@ from async_rlhf.launch.placement import Host
 from async_rlhf.launch.program import Node
 from async_rlhf.preparation import prepare
 from async_rlhf.run.checks.memory import check_memory
-from async_rlhf.run.config import load
 from async_rlhf.run.hosts.connections import meeting_address
 from async_rlhf.run.hosts.placement import inventory_of, nodes_of, placement_of, table
+from async_rlhf.run.loading import load
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision.evaluator import Evaluator
 from async_rlhf.run.supervision.hooks import Events

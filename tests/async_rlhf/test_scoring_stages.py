@@ -19,8 +19,8 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
 from async_rlhf.inspect.rollouts import records, replay
 from async_rlhf.run.checks.preflight import preflight
-from async_rlhf.run.config import load, override
 from async_rlhf.run.hosts.placement import nodes_of, placement_of
+from async_rlhf.run.loading import load, override
 from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.scoring import stage_specs

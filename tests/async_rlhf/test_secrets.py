@@ -16,9 +16,10 @@ from async_rlhf.experiments.staleness.archive import keep_sweep
 from async_rlhf.experiments.staleness.cells import given
 from async_rlhf.experiments.staleness.config import SweepConfig
 from async_rlhf.launch.program import rank_node
-from async_rlhf.run.config import Config, changed, differences, dump, load, override
+from async_rlhf.run.config import Config
 from async_rlhf.run.config_keys import masked, secret_keys
 from async_rlhf.run.hosts.node_files import pack
+from async_rlhf.run.loading import changed, differences, dump, load, override
 from async_rlhf.run.run_dir import RunDir, keep_config
 from async_rlhf.run.tracking import opened
 from async_rlhf.serve.queue_dir import QueueDir

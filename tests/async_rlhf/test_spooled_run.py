@@ -23,8 +23,8 @@ from async_rlhf.inspect.status import lines, read
 from async_rlhf.learner.loop.budget import Budget, Spent
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.checks.spool import RowCheck, check_spool
-from async_rlhf.run.config import load
 from async_rlhf.run.display.console import StepPace
+from async_rlhf.run.loading import load
 from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir, RunEnd
 from tests.conftest import QUICK, has_ended, wait_for
@@ -163,13 +163,14 @@ def test_a_run_that_failed_before_its_first_step_keeps_the_rows_that_it_has_clai
     assert not (run.path / "data").exists()
 
 
-def test_what_waits_in_a_spool_is_its_files_and_an_ended_one_says_so(tmp_path: Path) -> None:
+def test_what_waits_in_a_spool_is_its_files_and_an_ended_one_says_so(tmp_path: Path, small: Any) -> None:
     (tmp_path / "a-folder").mkdir()
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
-    [remark] = check_spool(tmp_path)
+    config = small(**{"data.source": f"spool:{tmp_path}"})
+    [remark] = check_spool(config)
     assert remark.endswith("files that wait there: 1")
     end(tmp_path)
-    [remark] = check_spool(tmp_path)
+    [remark] = check_spool(config)
     assert "files that wait there: 1; it has ended" in remark
 
 

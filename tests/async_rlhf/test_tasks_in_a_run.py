@@ -12,7 +12,7 @@ from async_rlhf.api import train
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.run.checks.preflight import preflight
-from async_rlhf.run.config import load
+from async_rlhf.run.loading import load
 from tests.conftest import QUICK, SMALL
 
 TASKS = """

@@ -17,7 +17,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.inspect.rollouts import records
 from async_rlhf.run.checks.model import check_teachers
 from async_rlhf.run.checks.preflight import preflight
-from async_rlhf.run.config import load
+from async_rlhf.run.loading import load
 from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.cli.commands import app
 from async_rlhf.run import manifest
-from async_rlhf.run.checks.preflight import check_tracking
+from async_rlhf.run.checks.machine import check_trackers
 from async_rlhf.run.processes.evaluation import record_evaluation
 from async_rlhf.run.processes.tracking import (
     _MOST_MEMORY,
@@ -38,7 +38,6 @@ from async_rlhf.run.supervision import supervisor
 from async_rlhf.run.supervision.child import Child
 from async_rlhf.run.supervision.supervisor import Supervisor
 from async_rlhf.run.tracking import opened, to_tensorboard
-from async_rlhf.run.watching import TrackingConfig
 from tests.async_rlhf.test_supervisor import Heard
 from tests.conftest import wait_for
 
@@ -213,37 +212,39 @@ def test_a_run_that_goes_on_with_other_code_is_the_same_in_its_tracker(small: An
     assert after == before
 
 
-def test_finite_numbers_are_sent_and_a_service_whose_library_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finite_numbers_are_sent_and_a_service_whose_library_is_missing_is_refused(
+    monkeypatch: pytest.MonkeyPatch, small: Any
+) -> None:
     record = {"step": 3, "time": 1.0, "loss": 0.5, "applied": True, "nan": float("nan"), "groups": [1], "none": None}
     assert dict(measures({"step": 3, "rewards": {"time": 0.5}}, "evaluation/")) == {"evaluation/rewards/time": 0.5}
     assert dict(measures({**record, "sampled": {"pass_at": {"4": 0.25}}})) == {
         "loss": 0.5, "applied": 1.0, "sampled/pass_at/4": 0.25,
     }  # fmt: skip
-    check_tracking(TrackingConfig())
+    check_trackers(small())
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(ConfigError, match="the tracker mlflow writes to a server only"):
-        check_tracking(TrackingConfig(kind=("mlflow",)))
+        check_trackers(small(**{"tracking.kind": ["mlflow"]}))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'async-rlhf\[wandb\]'"):
-        check_tracking(TrackingConfig(kind=("wandb",)))
+        check_trackers(small(**{"tracking.kind": ["wandb"]}))
     with pytest.raises(ConfigError, match="async-rlhf track RUN_DIR --to trackio"):
-        check_tracking(TrackingConfig(kind=("trackio",)))
+        check_trackers(small(**{"tracking.kind": ["trackio"]}))
 
 
 def test_weights_and_biases_without_a_key_is_refused_and_offline_needs_none(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_CONFIG_DIR", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="the tracker wandb has no key: run wandb login, set WANDB_API_KEY, or WANDB_MODE"):
-        check_tracking(TrackingConfig(kind=("wandb",)))
+        check_trackers(small(**{"tracking.kind": ["wandb"]}))
     (tmp_path / ".netrc").touch()
-    check_tracking(TrackingConfig(kind=("wandb",)))
+    check_trackers(small(**{"tracking.kind": ["wandb"]}))
     (tmp_path / ".netrc").unlink()
     monkeypatch.setenv("WANDB_MODE", "offline")
-    check_tracking(TrackingConfig(kind=("wandb",)))
+    check_trackers(small(**{"tracking.kind": ["wandb"]}))
 
 
 def test_one_tracker_or_several_each_a_process(small: Any) -> None:
@@ -253,7 +254,7 @@ def test_one_tracker_or_several_each_a_process(small: Any) -> None:
     with pytest.raises(ConfigError, match="'tensorboard', 'wandb', 'trackio' or 'mlflow'"):
         small(**{"tracking.kind": "wanbd"})
     with pytest.raises(ConfigError, match="names 'mlflow' twice"):
-        check_tracking(TrackingConfig(kind=("mlflow", "mlflow")))
+        check_trackers(small(**{"tracking.kind": ["mlflow", "mlflow"]}))
 
 
 def test_a_run_without_a_tracker_is_sent_from_its_files_once_and_set_back_it_is_another_run(

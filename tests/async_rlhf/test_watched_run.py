@@ -16,8 +16,9 @@ from async_rlhf.api import train
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
 from async_rlhf.launch.program import Node
 from async_rlhf.learner.checkpoint.evaluated import best_step
-from async_rlhf.run.config import Config, load
+from async_rlhf.run.config import Config
 from async_rlhf.run.display import Progress
+from async_rlhf.run.loading import load
 from async_rlhf.run.processes.tracking import measures
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision.supervisor import Supervisor

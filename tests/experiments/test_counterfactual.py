@@ -30,7 +30,8 @@ from async_rlhf.experiments.counterfactual.page import (
 )
 from async_rlhf.experiments.counterfactual.recorded import SHIPPED, corrections, plain, recorded, several
 from async_rlhf.learner.config import LossConfig
-from async_rlhf.run.config import Config, load
+from async_rlhf.run.config import Config
+from async_rlhf.run.loading import load
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK, SMALL
 from tests.experiments.written import ended_run

@@ -11,7 +11,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.staleness.config import Cell, load_sweep
 from async_rlhf.experiments.staleness.sweep import Job
 from async_rlhf.preparation import with_reward_settings
-from async_rlhf.run.config import dump, load
+from async_rlhf.run.loading import dump, load
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK, REPOSITORY
 from tests.experiments.written import Lines, ended_run

@@ -22,7 +22,7 @@ from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
 from async_rlhf.experiments.staleness import on_ray
 from async_rlhf.experiments.staleness.config import load_sweep
 from async_rlhf.experiments.staleness.sweep import CellProgress, Job, run_sweep
-from async_rlhf.run.config import override
+from async_rlhf.run.loading import override
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import REPOSITORY
 from tests.experiments.written import write_sweep

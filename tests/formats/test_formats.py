@@ -29,7 +29,7 @@ from async_rlhf.buffers.weights.store import WeightStore
 from async_rlhf.cli.commands import app
 from async_rlhf.learner.checkpoint.resuming import newest
 from async_rlhf.learner.checkpoint.store import SCHEMA, CheckpointError
-from async_rlhf.run.config import override
+from async_rlhf.run.loading import override
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
 from tests.formats.sample import SAMPLES, copied

@@ -246,7 +246,7 @@ STEPS = 8
 
 
 def changed(config: TrainerConfig, values: Mapping[str, Any]) -> TrainerConfig:
-    """As `run.config.changed` makes it of the whole configuration."""
+    """As `run.loading.changed` makes it of the whole configuration."""
     sections: dict[str, dict[str, Any]] = {"learner": {}, "checkpoint": {}, "guard": {}}
     for key, value in values.items():
         section, _, name = key.partition(".")

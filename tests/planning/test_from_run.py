@@ -24,7 +24,8 @@ from async_rlhf.experiments.planning.command import what_if_as_json, what_if_lin
 from async_rlhf.experiments.planning.model.stages import Layout, decode_step_s, training_s
 from async_rlhf.experiments.planning.placement.roles import Roles
 from async_rlhf.experiments.planning.placement.spec import Spec
-from async_rlhf.run.config import Config, validated
+from async_rlhf.run.config import Config
+from async_rlhf.run.loading import validated
 from async_rlhf.run.run_dir import RunDir
 from tests.formats.sample import copied
 from tests.planning.specs import spec

@@ -18,8 +18,8 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
 from async_rlhf.experiments.planning.placement.search import as_toml, search
 from async_rlhf.experiments.planning.placement.spec import LengthsConfig, parse
-from async_rlhf.run.config import validated
-from async_rlhf.run.config_checks import check
+from async_rlhf.run.checks.settings import check
+from async_rlhf.run.loading import validated
 from tests.planning.specs import LLAMA_1B
 
 MODEL = f"policy = {{ {', '.join(f'{key} = {json.dumps(value)}' for key, value in LLAMA_1B.items())} }}"
@@ -168,5 +168,5 @@ def test_for_any_spec_the_settings_of_a_plan_are_a_configuration_or_there_are_no
         return
     sections = tomllib.loads(as_toml(found.settings))
     config = validated({**sections, "name": "planned", "model": "MODEL", "data": {"source": "DATA"}})
-    check(config, has_model=False)
+    check(config)
     assert config.queue.max_staleness in found.roles.spec.search.max_staleness

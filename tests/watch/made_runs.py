@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.run.config import dump, load
+from async_rlhf.run.loading import dump, load
 
 QUICK = Path(__file__).resolve().parents[2] / "configs" / "quick.toml"
 BEGAN = 1_790_000_000.0

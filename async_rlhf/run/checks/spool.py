@@ -37,8 +37,10 @@ def open_spool(run: RunDir, config: Config) -> Spool | None:
     return Spool(source, own, PromptStream(own, config.data.repeat), RowCheck(config))
 
 
-def check_spool(directory: Path) -> list[str]:
-    """What a person should know before a run. Raises ConfigError for a spool that no run could claim from."""
+def check_spool(config: Config) -> list[str]:
+    """Remarks on the run's spool. Raises ConfigError for one that no run could claim from."""
+    if (directory := config.data.spool) is None:
+        return []
     if not directory.exists():
         return [f"the spool {directory} does not exist yet: the run makes it, and waits for prompts"]
     if not directory.is_dir() or not os.access(directory, os.R_OK | os.W_OK | os.X_OK):

@@ -19,7 +19,8 @@ from async_rlhf.actors.config import RewardsConfig, ScoringConfig
 from async_rlhf.actors.environments import EnvironmentConfig
 from async_rlhf.launch.connection import NodeFiles
 from async_rlhf.launch.program import Node
-from async_rlhf.run.config import Config, dump
+from async_rlhf.run.config import Config
+from async_rlhf.run.loading import dump
 from async_rlhf.run.own_code import own_file, with_neighbours
 from async_rlhf.run.run_dir import RunDir
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from async_rlhf.launch.ranks import rank_nodes, start_all
 from async_rlhf.launch.sockets import LOOPBACK, free_port, interface_towards
-from async_rlhf.run.config import Config, changed
+from async_rlhf.run.config import Config
+from async_rlhf.run.loading import changed
 from async_rlhf.run.run_dir import RunDir
 
 if TYPE_CHECKING:

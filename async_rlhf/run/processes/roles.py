@@ -34,8 +34,9 @@ from async_rlhf.launch.program import title
 from async_rlhf.launch.tether import Tether
 from async_rlhf.run.checks.memory import written
 from async_rlhf.run.checks.model import longest_prompt
-from async_rlhf.run.config import Config, parse_settings
+from async_rlhf.run.config import Config
 from async_rlhf.run.hosts.placement import with_threads
+from async_rlhf.run.loading import parse_settings
 from async_rlhf.run.processes.agreement import schema, shared
 from async_rlhf.run.processes.evaluation import environments_of, import_models, run_evaluation
 from async_rlhf.run.processes.learner import backend_of, make_trainer, run_rank

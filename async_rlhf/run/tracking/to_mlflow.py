@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from async_rlhf.run.config import flat
+from async_rlhf.run.tables import flat
 from async_rlhf.run.tracking import PROJECT, Row, Tracked
 
 # A server that does not answer is an error within seconds; by itself MLflow tries for many minutes.

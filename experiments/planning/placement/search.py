@@ -14,9 +14,9 @@ from async_rlhf.experiments.planning.placement.spec import Spec
 from async_rlhf.experiments.planning.placement.step import Plan, counts, placements, plan_of
 from async_rlhf.launch.placement import Host, place
 from async_rlhf.run.checks.memory import check_memory
-from async_rlhf.run.config import validated
-from async_rlhf.run.config_checks import check
+from async_rlhf.run.checks.settings import check
 from async_rlhf.run.hosts.placement import wanted
+from async_rlhf.run.loading import validated
 
 Settings = Mapping[str, Mapping[str, Any]]
 _MOST_REFUSED = 50
@@ -180,7 +180,7 @@ def _scoring(plan: Plan, spec: Spec) -> dict[str, dict[str, Any]]:
 
 def _check(settings: Settings, roles: Roles) -> None:
     config = validated({**settings, "name": "plan", "model": "MODEL", "data": {"source": "DATA"}})
-    check(config, has_model=False)
+    check(config)
     inventory = tuple(Host(**host.model_dump()) for host in config.placement.hosts)
     check_memory(config, inventory, place(wanted(config), inventory), roles.shape)
 

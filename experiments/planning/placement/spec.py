@@ -18,8 +18,8 @@ from async_rlhf.experiments.planning.model.model_costs import ModelCosts
 from async_rlhf.experiments.planning.model.stages import Device, Efficiency, catalogue
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.registry import loss_spec
-from async_rlhf.run.config import read_toml
 from async_rlhf.run.config_keys import explain
+from async_rlhf.run.loading import read_toml
 from async_rlhf.run.run_files import read_lines
 from async_rlhf.run.shipped import by_name, plans
 

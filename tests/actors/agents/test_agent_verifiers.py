@@ -16,7 +16,7 @@ from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.environments import EnvironmentSpec, load, resolve
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.user_files import import_file
-from async_rlhf.run.config import load as load_config
+from async_rlhf.run.loading import load as load_config
 from tests.actors.agents.by_hand import Played, driven, reply
 from tests.actors.environments.played import Bench, call
 

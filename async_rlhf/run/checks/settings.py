@@ -1,43 +1,26 @@
-"""What no single section of a configuration can see. Before torch is imported and before any process starts.
-
-Each refusal names the setting, its value, the reason, and the nearest choice that works.
-"""
+"""Rules about the settings of several sections, before anything is read. Each refusal names the setting, its value, the reason,
+and the nearest choice that works. No torch."""
 
 from __future__ import annotations
 
 import json
 import re
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from async_rlhf.buffers.attention import angle_limit, attention, unknown
 from async_rlhf.buffers.errors import ConfigError, check_all
-from async_rlhf.buffers.model_directory import check_language_model
-from async_rlhf.buffers.parsing import loads
-from async_rlhf.buffers.routing import SIGMOID, SOFTMAX, not_recorded
-from async_rlhf.learner.config import check_division
-from async_rlhf.run import learning_checks
-from async_rlhf.run.shipped import FETCHED
-
-if TYPE_CHECKING:
-    from async_rlhf.run.config import Config
-
-# Ways of quantising whose weights have no gradient.
-_PACKED = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq")
+from async_rlhf.run.checks import learner
+from async_rlhf.run.config import Config
 
 
-def check(config: Config, *, has_model: bool = True) -> None:
-    """Raises ConfigError with all that is found; what later rules build upon comes first. has_model: its files are here."""
+def check(config: Config) -> None:
+    """Raises ConfigError with all that is found; what later rules build upon comes first."""
     _check_batch(config)
     _check_bound(config)
     rules = (
-        _check_engine, _check_routing, learning_checks.check, _check_episodes, _check_security, _check_address,
-        _check_device_channel, _check_curriculum,
+        _check_engine, _check_routing, learner.check, _check_episodes, _check_security, _check_address, _check_device_channel,
+        _check_curriculum,
     )  # fmt: skip
     check_all(*(partial(rule, config) for rule in rules))
-    if has_model:
-        _check_model(config)
 
 
 def _check_batch(config: Config) -> None:
@@ -168,43 +151,3 @@ def _check_security(config: Config) -> None:
         link.check_curve()
         keys.load_hub(security.directory)
         keys.load_peer(security.directory)
-
-
-def _check_model(config: Config) -> None:
-    directory = Path(config.model)
-    if directory.suffix == ".gguf" and directory.is_file():
-        return
-    if not directory.is_dir() and (command := FETCHED.get(directory.name)) is not None:
-        raise ConfigError(
-            f"model = {config.model!r} is not there: in a clone of the repository `{command}` fetches it, and trains. With any "
-            "other model: --set model=PATH"
-        )
-    if not directory.is_dir():
-        raise ConfigError(f"model = {config.model!r} is no directory; give a local Hugging Face model directory or GGUF file")
-    if not (directory / "config.json").is_file() or not list(directory.glob("*.safetensors")):
-        raise ConfigError(f"model = {config.model!r} is no Hugging Face model: it needs config.json and *.safetensors")
-    try:
-        model = loads((directory / "config.json").read_text())
-        text: dict[str, Any] = {**model, **(model.get("text_config") or {})}
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise ConfigError(f"model = {config.model!r}: config.json cannot be read: {error}") from error
-    quantised = model.get("quantization_config")
-    if isinstance(quantised, dict) and (kind := quantised.get("quant_method")) in _PACKED:
-        raise ConfigError(f"model = {config.model!r} is packed by {kind}; give the model that was packed")
-    check_language_model(directory, "model")
-    check_division(config.learner, text.get)
-    if config.engine.kind == "torch":
-        if (reaches := attention(text)) is None:
-            raise ConfigError(unknown(str(text.get("model_type"))))
-        config.engine.check_kv_policy(reaches.window, str(text.get("model_type")))
-    if config.engine.batch_invariant and (kind := str(text.get("model_type"))) != "llama":
-        raise ConfigError(f'engine.batch_invariant = true with model type {kind!r}; only plain Llama can. Set it to "none".')
-    if config.engine.replay_routing and text.get("model_type") not in SOFTMAX | SIGMOID:
-        raise ConfigError(not_recorded(str(text.get("model_type"))))
-    longest = config.generation.max_prompt_length + config.generation.longest_completion
-    if (limit := angle_limit(text)) is not None and longest > limit:
-        raise ConfigError(
-            f"generation.max_prompt_length + max_completion_length = {longest}: beyond {limit} tokens the positions of this "
-            "model depend on how long the other texts of a batch are, and so would its log-probabilities. Highest: "
-            f"{limit} together"
-        )

@@ -13,8 +13,8 @@ import pytest
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.config import LearnerConfig, check_division
 from async_rlhf.learner.step.deepspeed_machine import deepspeed_settings
-from async_rlhf.run.config import changed, load
-from async_rlhf.run.learning_checks import check, remarks
+from async_rlhf.run.checks.learner import check, remarks
+from async_rlhf.run.loading import changed, load
 from tests.conftest import QUICK
 
 SIZES = {"max_steps": 100, "learner.batch_size": 16, "generation.group_size": 4, "queue.max_staleness": 2}
@@ -159,14 +159,14 @@ def test_a_deepspeed_file_is_laid_over_ours_and_refused_where_it_contradicts_the
 
 
 def test_products_in_float32_on_a_gpu_are_remarked_upon() -> None:
-    (remark,) = remarks(LearnerConfig(device="cuda:1"))
+    (remark,) = remarks(changed(BASE, {"learner.device": "cuda:1"}))
     assert re.search("'float32' on learner.device = 'cuda:1'.*Set learner.dtype = 'bfloat16'", remark)
-    assert [*remarks(LearnerConfig()), *remarks(LearnerConfig(device="cuda", dtype="bfloat16"))] == []
+    assert [*remarks(BASE), *remarks(changed(BASE, {"learner.device": "cuda", "learner.dtype": "bfloat16"}))] == []
 
 
 def test_a_run_that_ends_within_its_warm_up_is_remarked_upon() -> None:
-    critic = {"kind": "head", "warmup_steps": 10}
-    assert [*remarks(LearnerConfig(warmup_steps=4), 4)] == ["learner.warmup_steps = 4: all 4 steps (max_steps) are warm-up."]
-    (remark,) = remarks(LearnerConfig.model_validate({"critic": critic}), 10)
+    warm = {"learner.warmup_steps": 4, "max_steps": 4}
+    assert [*remarks(changed(BASE, warm))] == ["learner.warmup_steps = 4: all 4 steps (max_steps) are warm-up."]
+    (remark,) = remarks(changed(BASE, {"learner.critic.kind": "head", "learner.critic.warmup_steps": 10, "max_steps": 10}))
     assert remark == "learner.critic.warmup_steps = 10: in 10 steps (max_steps) only the critic learns."
-    assert [*remarks(LearnerConfig(warmup_steps=4), 5)] == []
+    assert [*remarks(changed(BASE, {**warm, "max_steps": 5}))] == []

@@ -1,23 +1,18 @@
-"""Combinations of settings of the learner without meaning, and settings of its machine that cannot work together. No torch.
-
-Both are refused before any process starts. Each refusal names the setting, the reason, and the nearest choice that works.
-"""
+"""Rules about the settings of the learner: combinations without meaning, and machines that cannot work together. Each refusal
+names the setting, the reason, and the nearest choice that works. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from async_rlhf.actors.config import EngineConfig
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.config import AdvantageConfig, LearnerConfig, LossConfig
 from async_rlhf.learner.registry import advantage_spec, advantages, loss_spec
+from async_rlhf.run.config import Config
 from async_rlhf.run.config_keys import check_parameters
-
-if TYPE_CHECKING:
-    from async_rlhf.actors.config import EngineConfig
-    from async_rlhf.run.config import Config
 
 
 def check(config: Config) -> None:
@@ -177,17 +172,18 @@ def _guard(config: Config) -> Iterator[str]:
         )
 
 
-def remarks(config: LearnerConfig, max_steps: int | None = None) -> Iterator[str]:
-    """What stops nothing and a person should know. max_steps: of the run."""
-    if max_steps is not None and max_steps <= (alone := config.critic.warmup_steps):
+def remarks(config: Config) -> Iterator[str]:
+    """Remarks on steps that train little, and on a device that is used at a fraction of its speed."""
+    learner, max_steps = config.learner, config.max_steps
+    if max_steps is not None and max_steps <= (alone := learner.critic.warmup_steps):
         yield f"learner.critic.warmup_steps = {alone}: in {max_steps} steps (max_steps) only the critic learns."
-    elif max_steps is not None and max_steps <= config.warmup_steps:
-        yield f"learner.warmup_steps = {config.warmup_steps}: all {max_steps} steps (max_steps) are warm-up."
-    if config.device.partition(":")[0] != "cuda" or config.dtype != "float32":
+    elif max_steps is not None and max_steps <= learner.warmup_steps:
+        yield f"learner.warmup_steps = {learner.warmup_steps}: all {max_steps} steps (max_steps) are warm-up."
+    if learner.device.partition(":")[0] != "cuda" or learner.dtype != "float32":
         return
     yield (
-        f"learner.dtype = 'float32' on learner.device = {config.device!r}: products take several times as long as in bfloat16, "
-        "and there is no flash attention. Set learner.dtype = 'bfloat16'; weights and optimizer stay float32."
+        f"learner.dtype = 'float32' on learner.device = {learner.device!r}: products take several times as long as in "
+        "bfloat16, and there is no flash attention. Set learner.dtype = 'bfloat16'; weights and optimizer stay float32."
     )
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from async_rlhf.learner.config import KindSection
 from async_rlhf.learner.registry import declared, loss_spec, shipped
-from async_rlhf.run.config import Config, flat
+from async_rlhf.run.config import Config
+from async_rlhf.run.tables import flat
 
 
 def without_effect(config: Config) -> Iterator[str]:

@@ -1,0 +1,74 @@
+"""Rules about rows: what judges and plays those of each source, and which columns that asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from async_rlhf.actors.prompts import Row
+from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.buffers.record import SOURCE, source_of
+from async_rlhf.run.checks.subject import Subject
+from async_rlhf.run.scoring import check_columns, check_judged, common_columns, stage_specs
+
+
+def check_sources_judged(subject: Subject) -> None:
+    """Whether something gives the rows of each source a score; of a spool those of the sources that are named. Raises
+    ConfigError."""
+    named = {*subject.config.environment.by_source, *subject.config.rewards.by_source}
+    for source in sorted({source_of(row.columns) for row in subject.rows[0]} or named or {None}, key=str):
+        check_judged(subject.config, subject.environments, source)
+
+
+def check_all_columns(subject: Subject) -> None:
+    """Whether the rows of each source have what their rewards and environments ask for. Raises ConfigError."""
+    of: dict[str | None, list[Row]] = {}
+    for row in subject.all_rows:
+        of.setdefault(source_of(row.columns), []).append(row)
+    judges = stage_specs(subject.config)
+    for source, rows in of.items():
+        columns = common_columns(rows)
+        try:
+            check_columns(subject.config, judges, subject.environments, source, columns)
+        except ConfigError as error:
+            lacking = sorted({name for row in rows for name in row.columns if name not in columns and repr(name) in str(error)})
+            if not lacking:
+                raise
+            number = next(
+                number
+                for number, row in enumerate(subject.all_rows)
+                if source_of(row.columns) == source and lacking[0] not in row.columns
+            )
+            raise ConfigError(f"prompt {number} has no column {lacking[0]!r}, and others have: {error}") from error
+
+
+def check_named_sources(subject: Subject) -> None:
+    """Raises ConfigError where a setting names a source that no row has; rows of a spool are looked at when they come."""
+    config = subject.config
+    if config.data.spool is not None:
+        return
+    named: dict[str, Iterable[str]] = {
+        "rewards.by_source": config.rewards.by_source,
+        "environment.by_source": config.environment.by_source,
+        "scoring.reference.by_source": config.scoring.reference.by_source,
+    }
+    sources = {source_of(row.columns) for row in subject.rows[0]} - {None} if any(named.values()) else set()
+    found = sorted(map(str, sources))
+    for setting, given in named.items():
+        if (unknown := next((source for source in given if source not in found), None)) is not None:
+            hint = did_you_mean(unknown, found) if found else f"the data have no column {SOURCE!r}"
+            raise ConfigError(f"{setting} names {unknown!r}, which is the source of no row; {hint}")
+
+
+def check_taught(subject: Subject) -> None:
+    """Raises ConfigError for a row that no teacher is named for."""
+    subject.config.scoring.reference.check_taught([row.columns for row in subject.rows[0]])
+
+
+def check_names(subject: Subject) -> None:
+    """Raises ConfigError where a setting names a reward that the run does not have."""
+    config = subject.config
+    config.rewards.composition.check(subject.names)
+    judges = {"data.curriculum.reward": config.data.curriculum.reward, "evaluation.solved_by": config.evaluation.solved_by}
+    for setting, judge in judges.items():
+        if judge and judge not in subject.names:
+            raise ConfigError(f"{setting} = {judge!r} is no reward of this run; {did_you_mean(judge, subject.names)}")
