@@ -1,8 +1,8 @@
 """One run, from its configuration to its end. `async_rlhf.preparation` begins it; `async_rlhf.api` and the command call that.
 
 what a reader looks for                  where
-the configuration and its keys           config, loading, config_keys, tables, anchoring, watching, scoring, own_code; shipped
-what is refused before anything starts   checks/: settings, learner; preflight lists the other rules; memory
+the configuration and its keys           config, loading, config_keys, watching, scoring, own_code; shipped
+what is refused before anything starts   config_checks, learner_checks: settings; checks/preflight: all else
 which process runs on which host         hosts/: placement, connections, node_files; `async_rlhf.launch` starts them
 what each process does                   processes/: roles, learner, evaluation, tracking, agreement
 who starts again what ended, and when    supervision/: supervisor, child, evaluator, hub_notifier

@@ -1,6 +1,6 @@
 """A configuration from TOML, from values in Python and from overrides, and back.
 
-Everything is checked (`checks.settings`) before torch is imported and before any process starts. Relative paths in a file are
+Everything is checked (`config_checks`) before torch is imported and before any process starts. Relative paths in a file are
 relative to that file; on the command line and in Python they are relative to the working directory; `output_dir` always is.
 """
 
@@ -21,9 +21,8 @@ from async_rlhf.buffers.parsing import toml_table
 from async_rlhf.learner.config import AdvantageConfig, KindSection, LossConfig
 from async_rlhf.run import shipped
 from async_rlhf.run.anchoring import anchor, fetch
-from async_rlhf.run.checks.model import check_described
-from async_rlhf.run.checks.settings import check
 from async_rlhf.run.config import Config
+from async_rlhf.run.config_checks import check, check_described
 from async_rlhf.run.config_keys import check_parameters, explain, known
 from async_rlhf.run.tables import flat, in_toml, lay, nested, numbered, plain
 

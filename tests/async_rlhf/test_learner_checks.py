@@ -13,7 +13,7 @@ import pytest
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.config import LearnerConfig, check_division
 from async_rlhf.learner.step.deepspeed_machine import deepspeed_settings
-from async_rlhf.run.checks.learner import check, remarks
+from async_rlhf.run.learner_checks import check, remarks
 from async_rlhf.run.loading import changed, load
 from tests.conftest import QUICK
 

@@ -13,68 +13,22 @@ from urllib.parse import urlsplit
 from safetensors import SafetensorError
 
 from async_rlhf.actors.reference import is_address
-from async_rlhf.buffers.attention import angle_limit, attention, max_length, unknown
+from async_rlhf.buffers.attention import max_length
 from async_rlhf.buffers.config import MAX_FRAME_BYTES
 from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.buffers.model_directory import INDEX, check_language_model, check_numbers, from_pretrained, tensor_shapes
 from async_rlhf.buffers.parsing import loads
-from async_rlhf.buffers.routing import SIGMOID, SOFTMAX, not_recorded, read_routing
-from async_rlhf.learner.config import check_division
+from async_rlhf.buffers.routing import read_routing
 from async_rlhf.learner.registry import loss_spec
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_files import read_small
-from async_rlhf.run.shipped import FETCHED
 
-# Ways of quantising whose weights have no gradient.
-_PACKED = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq")
 # Where an engine finds the tokens that end a completion.
 _ENDS = {"generation_config.json": "eos_token_id", "config.json": "eos_token_id", "tokenizer_config.json": "eos_token"}
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _WRITES = "CausalLM|LMHead|ConditionalGeneration"
 _MERGING_ERROR = 1e-3  # nats; rounding makes a hundredth of it in float32, in which adapters are merged
 _MAX_BYTES = 256 << 20  # a tokenizer's vocabulary
-
-
-def check_described(config: Config) -> None:
-    """Whether the model is there, is of a family that is served, and fits the settings, by its config.json alone. Raises
-    ConfigError."""
-    directory = Path(config.model)
-    if directory.suffix == ".gguf" and directory.is_file():
-        return
-    if not directory.is_dir() and (command := FETCHED.get(directory.name)) is not None:
-        raise ConfigError(
-            f"model = {config.model!r} is not there: in a clone of the repository `{command}` fetches it, and trains. With any "
-            "other model: --set model=PATH"
-        )
-    if not directory.is_dir():
-        raise ConfigError(f"model = {config.model!r} is no directory; give a local Hugging Face model directory or GGUF file")
-    if not (directory / "config.json").is_file() or not list(directory.glob("*.safetensors")):
-        raise ConfigError(f"model = {config.model!r} is no Hugging Face model: it needs config.json and *.safetensors")
-    try:
-        model = loads((directory / "config.json").read_text())
-        text: dict[str, Any] = {**model, **(model.get("text_config") or {})}
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise ConfigError(f"model = {config.model!r}: config.json cannot be read: {error}") from error
-    quantised = model.get("quantization_config")
-    if isinstance(quantised, dict) and (kind := quantised.get("quant_method")) in _PACKED:
-        raise ConfigError(f"model = {config.model!r} is packed by {kind}; give the model that was packed")
-    check_language_model(directory, "model")
-    check_division(config.learner, text.get)
-    if config.engine.kind == "torch":
-        if (reaches := attention(text)) is None:
-            raise ConfigError(unknown(str(text.get("model_type"))))
-        config.engine.check_kv_policy(reaches.window, str(text.get("model_type")))
-    if config.engine.batch_invariant and (kind := str(text.get("model_type"))) != "llama":
-        raise ConfigError(f'engine.batch_invariant = true with model type {kind!r}; only plain Llama can. Set it to "none".')
-    if config.engine.replay_routing and text.get("model_type") not in SOFTMAX | SIGMOID:
-        raise ConfigError(not_recorded(str(text.get("model_type"))))
-    longest = config.generation.max_prompt_length + config.generation.longest_completion
-    if (limit := angle_limit(text)) is not None and longest > limit:
-        raise ConfigError(
-            f"generation.max_prompt_length + max_completion_length = {longest}: beyond {limit} tokens the positions of this "
-            "model depend on how long the other texts of a batch are, and so would its log-probabilities. Highest: "
-            f"{limit} together"
-        )
 
 
 def check_model_files(directory: Path, of: str = "model") -> None:

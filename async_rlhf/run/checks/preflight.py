@@ -1,7 +1,7 @@
 """Everything about a run that can be found wrong before it begins: one list of rules, in the order of their cost.
 
 Without torch, but where a setting asks for a device other than the CPU or for episodes of chat messages. Nothing is written
-and no process is started. Before them come the rules about settings alone (`settings.check`).
+and no process is started. Before them come the rules about settings alone (`config_checks.check`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from async_rlhf.actors.environments import EnvironmentSpec
 from async_rlhf.buffers.errors import check_all
-from async_rlhf.run.checks import evaluation, learner, machine, prompts, rows
+from async_rlhf.run import learner_checks
+from async_rlhf.run.checks import evaluation, machine, prompts, rows
 from async_rlhf.run.checks.effects import without_effect
 from async_rlhf.run.checks.model import check_teachers
 from async_rlhf.run.checks.servers import unanswered
@@ -34,7 +35,7 @@ _RULES = (
     ),
     Stage("this machine", of_config(check_spool)),
     Stage("settings", rows.check_sources_judged, rows.check_all_columns, rows.check_named_sources, rows.check_taught),
-    Stage("settings", rows.check_names, of_config(learner.remarks)),
+    Stage("settings", rows.check_names, of_config(learner_checks.remarks)),
     *prompts.RULES,
     Stage(
         "settings",

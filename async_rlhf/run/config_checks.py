@@ -6,10 +6,21 @@ from __future__ import annotations
 import json
 import re
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+from async_rlhf.buffers.attention import angle_limit, attention, unknown
 from async_rlhf.buffers.errors import ConfigError, check_all
-from async_rlhf.run.checks import learner
+from async_rlhf.buffers.model_directory import check_language_model
+from async_rlhf.buffers.parsing import loads
+from async_rlhf.buffers.routing import SIGMOID, SOFTMAX, not_recorded
+from async_rlhf.learner.config import check_division
+from async_rlhf.run import learner_checks
 from async_rlhf.run.config import Config
+from async_rlhf.run.shipped import FETCHED
+
+# Ways of quantising whose weights have no gradient.
+_PACKED = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq")
 
 
 def check(config: Config) -> None:
@@ -17,8 +28,8 @@ def check(config: Config) -> None:
     _check_batch(config)
     _check_bound(config)
     rules = (
-        _check_engine, _check_routing, learner.check, _check_episodes, _check_security, _check_address, _check_device_channel,
-        _check_curriculum,
+        _check_engine, _check_routing, learner_checks.check, _check_episodes, _check_security, _check_address,
+        _check_device_channel, _check_curriculum,
     )  # fmt: skip
     check_all(*(partial(rule, config) for rule in rules))
 
@@ -151,3 +162,45 @@ def _check_security(config: Config) -> None:
         link.check_curve()
         keys.load_hub(security.directory)
         keys.load_peer(security.directory)
+
+
+def check_described(config: Config) -> None:
+    """Whether the model is there, is of a family that is served, and fits the settings, by its config.json alone. Raises
+    ConfigError."""
+    directory = Path(config.model)
+    if directory.suffix == ".gguf" and directory.is_file():
+        return
+    if not directory.is_dir() and (command := FETCHED.get(directory.name)) is not None:
+        raise ConfigError(
+            f"model = {config.model!r} is not there: in a clone of the repository `{command}` fetches it, and trains. With any "
+            "other model: --set model=PATH"
+        )
+    if not directory.is_dir():
+        raise ConfigError(f"model = {config.model!r} is no directory; give a local Hugging Face model directory or GGUF file")
+    if not (directory / "config.json").is_file() or not list(directory.glob("*.safetensors")):
+        raise ConfigError(f"model = {config.model!r} is no Hugging Face model: it needs config.json and *.safetensors")
+    try:
+        model = loads((directory / "config.json").read_text())
+        text: dict[str, Any] = {**model, **(model.get("text_config") or {})}
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise ConfigError(f"model = {config.model!r}: config.json cannot be read: {error}") from error
+    quantised = model.get("quantization_config")
+    if isinstance(quantised, dict) and (kind := quantised.get("quant_method")) in _PACKED:
+        raise ConfigError(f"model = {config.model!r} is packed by {kind}; give the model that was packed")
+    check_language_model(directory, "model")
+    check_division(config.learner, text.get)
+    if config.engine.kind == "torch":
+        if (reaches := attention(text)) is None:
+            raise ConfigError(unknown(str(text.get("model_type"))))
+        config.engine.check_kv_policy(reaches.window, str(text.get("model_type")))
+    if config.engine.batch_invariant and (kind := str(text.get("model_type"))) != "llama":
+        raise ConfigError(f'engine.batch_invariant = true with model type {kind!r}; only plain Llama can. Set it to "none".')
+    if config.engine.replay_routing and text.get("model_type") not in SOFTMAX | SIGMOID:
+        raise ConfigError(not_recorded(str(text.get("model_type"))))
+    longest = config.generation.max_prompt_length + config.generation.longest_completion
+    if (limit := angle_limit(text)) is not None and longest > limit:
+        raise ConfigError(
+            f"generation.max_prompt_length + max_completion_length = {longest}: beyond {limit} tokens the positions of this "
+            "model depend on how long the other texts of a batch are, and so would its log-probabilities. Highest: "
+            f"{limit} together"
+        )
