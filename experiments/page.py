@@ -13,11 +13,12 @@ import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from markdown_it import MarkdownIt
 
-from async_rlhf.experiments.statistics import Mean
+if TYPE_CHECKING:  # it needs scipy, and the doctor's pages do not
+    from async_rlhf.experiments.statistics import Mean
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
-from async_rlhf.experiments.statistics import LEVEL, Array, t_quantile
+from async_rlhf.experiments.statistics import Array, half_interval
 
 BLOCK = 10
 """Samples whose mean is one point."""
@@ -77,7 +77,7 @@ def slope(samples: Iterable[SlopeSample], *, warm_up_h: float) -> Slope | None:
     mean = sum(float(each.sum()) for each in grown) / whole
     residuals = [y - mean * x for x, y in zip(moved, grown, strict=True)]
     error = math.sqrt(_variance(residuals, count) * count / (count - 1)) / whole
-    half = t_quantile(1 - LEVEL / 2, count - 1) * error
+    half = half_interval(error, count - 1)
     return Slope(mean, mean - half, mean + half, count, len(moved))
 
 

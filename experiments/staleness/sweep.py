@@ -17,8 +17,8 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -276,8 +276,7 @@ def _run_all(
         return outcome
 
     with on_signals(take), ThreadPoolExecutor(cells.at_once) as threads:
-        futures = {job.head: threads.submit(run, job) for job in jobs}
-        ended = {head: _wait(future) for head, future in futures.items()}
+        ended = dict(zip((job.head for job in jobs), threads.map(run, jobs), strict=True))
     return ended, signals
 
 
@@ -294,13 +293,6 @@ def _cells(ray: str | None, jobs: int | None, all_jobs: Sequence[Job]) -> Abstra
     from async_rlhf.experiments.staleness.on_ray import nodes
 
     return nodes(ray, jobs, all_jobs)
-
-
-def _wait(future: Future[Outcome | None]) -> Outcome | None:
-    """In short waits: a signal is handled between two of them."""
-    while True:
-        with suppress(TimeoutError):
-            return future.result(timeout=0.5)
 
 
 def _wanted(sweep: SweepConfig, cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:

@@ -198,11 +198,14 @@ def test_data_frames_have_a_row_a_run_and_a_row_a_step(sweep: Path, run: RunDir)
     assert list(measured(run.path).curves["kl/reference"])[:2] == [0.1, 0.2] and len(measured(run.path).cells) == 1
 
 
-def test_without_pandas_a_sweep_says_how_to_get_it_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    monkeypatch.delitem(sys.modules, "async_rlhf.experiments.staleness.table")
+@pytest.mark.parametrize(("package", "room"), [("pandas", "staleness.table"), ("scipy.special", "statistics")])
+def test_without_a_package_a_sweep_says_how_to_get_it_before_anything_runs(
+    package: str, room: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"async_rlhf.experiments.{room}")
     with pytest.raises(ConfigError, match=r"pip install 'async-rlhf\[experiments\]'"):
-        import_module("async_rlhf.experiments.staleness.table")
+        import_module(f"async_rlhf.experiments.{room}")
 
 
 def test_an_installation_that_is_older_than_its_code_is_told_of() -> None:
