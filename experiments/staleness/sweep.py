@@ -134,7 +134,15 @@ def run_sweep(
     """
     sweep, cells = load_sweep(path, dict(parse_override(text) for text in overrides))
     wanted = _wanted(sweep, cells, only)
-    all_jobs = [_job(sweep, cell, f"{number}/{len(cells)}", ray is None) for number, cell in enumerate(cells, 1)]
+    all_jobs = [
+        Job(
+            cell=cell,
+            head=f"cell {number}/{len(cells)}: {cell.label}",
+            num_prompts=preflight(cell.config, is_here=ray is None).num_prompts,
+            kept=sweep.kept(cell.config.name),
+        )
+        for number, cell in enumerate(cells, 1)
+    ]
     states = {job.head: job.state() for job in all_jobs}
     place = _cells(ray, jobs, all_jobs)
     mine = [job for job in all_jobs if job.cell in wanted]
@@ -306,12 +314,6 @@ def _wanted(sweep: SweepConfig, cells: Sequence[Cell], only: Sequence[str]) -> l
             raise ConfigError(f"--only {text!r}: the sweep has no such value; choose among {', '.join(axes[axis])}")
         cells = [cell for cell in cells if str({**cell.setting, "seed": cell.config.seed}[axis]) == value]
     return list(cells)
-
-
-def _job(sweep: SweepConfig, cell: Cell, number: str, is_here: bool) -> Job:
-    """is_here: whether it will be run on this machine. Raises ConfigError for a cell that cannot be run."""
-    num_prompts = preflight(cell.config, is_here=is_here).num_prompts
-    return Job(cell, f"cell {number}: {cell.label}", num_prompts, sweep.kept(cell.config.name))
 
 
 def _check_same(place: Path, old: Mapping[str, Any], config: Config) -> None:
