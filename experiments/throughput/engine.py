@@ -35,7 +35,7 @@ from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Engine, Request, RolloutKey, completed, load_engine
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.experiments.throughput.harness import Bench, BenchmarkRow, DType, MissingError, alternate, rates, timed
+from async_rlhf.experiments.throughput.harness import Bench, BenchmarkRow, DType, MissingError, beside, timed
 from async_rlhf.learner.model.gguf import model_directory
 
 NUM_PROMPT_TOKENS = 8
@@ -54,22 +54,18 @@ def engine(bench: Bench) -> Iterator[BenchmarkRow]:
     The engine lives on between its turns, as it does in an actor; `generate` has nothing that could.
     """
     torch.set_num_threads(1)
-    for each in loads_for(bench):
-        ours = TorchEngine(make_model(bench.model, bench.dtype), slots=each.batch, max_length=512)
+    for load in loads_for(bench):
+        ours = TorchEngine(make_model(bench.model, bench.dtype), slots=load.batch, max_length=512)
         plain = make_model(bench.model, bench.dtype)
-        sides = {"engine": timed(partial(run_engine, ours, each)), "generate": timed(partial(run_generate, plain, each))}
-        seconds = alternate(sides, bench.num_turns(5))
-        yield BenchmarkRow.of(each.title, rates(sum(each.lengths), seconds), "tok/s")
+        sides = {"engine": timed(partial(run_engine, ours, load)), "generate": timed(partial(run_generate, plain, load))}
+        yield beside(load.title, sides, bench.num_turns(5), "tok/s", sum(load.lengths))
     yield from _invariant(bench)
     for length in bench.size((1024, 4096), (128,)):
         if bench.load in (title := f"continued, {length} tokens and {_OBSERVED} more"):
             model = make_model(bench.model, bench.dtype, 2 * length)
             ours = TorchEngine(model, slots=2, max_length=2 * length)
-            sides = {
-                "held": partial(_first_token_s, ours, length, True),
-                "computed": partial(_first_token_s, ours, length, False),
-            }
-            yield BenchmarkRow.of(title, alternate(sides, bench.num_turns(7)), "s", at_most=0.1)
+            sides = {name: partial(_first_token_s, ours, length, name == "held") for name in ("held", "computed")}
+            yield beside(title, sides, bench.num_turns(7), "s", at_most=0.1)
 
 
 def _invariant(bench: Bench) -> Iterator[BenchmarkRow]:
@@ -80,19 +76,15 @@ def _invariant(bench: Bench) -> Iterator[BenchmarkRow]:
         (f"invariant, prompt of {long}", _requests([long], 1)),
     ):
         if bench.load in title:
-            model = make_model(bench.model, bench.dtype, long + 64)
+            engine_of = partial(
+                TorchEngine, make_model(bench.model, bench.dtype, long + 64), slots=len(requests), max_length=long + 64
+            )
             sides = {
-                name: timed(
-                    partial(
-                        completed,
-                        TorchEngine(model, slots=len(requests), max_length=long + 64, batch_invariant=is_it),
-                        requests,
-                    )
-                )
-                for name, is_it in (("invariant", True), ("ordinary", False))
+                name: timed(partial(completed, engine_of(batch_invariant=name == "invariant"), requests))
+                for name in ("invariant", "ordinary")
             }
-            tokens = sum(len(each.prompt_ids) + each.max_new_tokens for each in requests)
-            yield BenchmarkRow.of(title, rates(tokens, alternate(sides, bench.num_turns(7))), "tok/s")
+            tokens = sum(len(request.prompt_ids) + request.max_new_tokens for request in requests)
+            yield beside(title, sides, bench.num_turns(7), "tok/s", tokens)
 
 
 def _requests(prompts: Sequence[int], new: int) -> list[Request]:
@@ -123,15 +115,15 @@ def vllm_side(bench: Bench) -> Iterator[BenchmarkRow]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         make_model(bench.model, bench.dtype).save_pretrained(directory)
-        for each in loads_for(bench):
+        for load in loads_for(bench):
             with ExitStack() as stack:
                 sides = {}
                 for name, kind in (("engine", "torch"), ("vLLM", "vllm")):
-                    settings = {"kind": kind, "slots": each.batch, "threads": 1, "dtype": bench.dtype, "batch_invariant": False}
+                    settings = {"kind": kind, "slots": load.batch, "threads": 1, "dtype": bench.dtype, "batch_invariant": False}
                     started = load_engine(directory, EngineConfig.model_validate(settings), version=0)
-                    side = timed(partial(run_engine, stack.enter_context(closing(started)), each))
+                    side = timed(partial(run_engine, stack.enter_context(closing(started)), load))
                     sides[name] = partial(_settled, side)
-                yield BenchmarkRow.of(each.title, rates(sum(each.lengths), alternate(sides, bench.num_turns(3))), "tok/s")
+                yield beside(load.title, sides, bench.num_turns(3), "tok/s", sum(load.lengths))
 
 
 def _settled(side: Callable[[], float]) -> float:
@@ -149,8 +141,8 @@ class EngineLoad:
 
     @property
     def prompts(self) -> list[list[int]]:
-        found: list[list[int]] = np.random.default_rng(1).integers(1, 100, (len(self.lengths), NUM_PROMPT_TOKENS)).tolist()
-        return found
+        drawn: list[list[int]] = np.random.default_rng(1).integers(1, 100, (len(self.lengths), NUM_PROMPT_TOKENS)).tolist()
+        return drawn
 
 
 def loads_for(bench: Bench) -> list[EngineLoad]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import psutil
 import zmq
@@ -153,9 +153,17 @@ def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_cou
     return run
 
 
+def beside(
+    load: str, sides: Mapping[str, Callable[[], float]], turns: int, unit: str, work: float | None = None, **goal: Any
+) -> BenchmarkRow:
+    """The row of sides that return seconds, in turns: as they are, or as `work` a second. goal: for `BenchmarkRow.of`."""
+    seconds = alternate(sides, turns)
+    return BenchmarkRow.of(load, seconds if work is None else rates(work, seconds), unit, **goal)
+
+
 def rates(work: float, seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     """`work` a second, for each turn of each side."""
-    return {name: [work / each for each in values] for name, values in seconds.items()}
+    return {name: [work / taken for taken in values] for name, values in seconds.items()}
 
 
 @contextmanager
