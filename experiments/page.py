@@ -102,7 +102,7 @@ def write_page(
     draw: Callable[[], Mapping[str, Any]],
     say: Callable[[str], None],
 ) -> list[Path]:
-    """report.md, the same as HTML (report.html), and each picture as PNG and SVG. What was written, the pages last.
+    """report.md, the same as HTML (report.html), and each picture as PNG and SVG. Returns the files, the pages last.
 
     render: the Markdown, of the file names of the pictures by their names; draw: matplotlib figures by name. Without matplotlib
     everything but the pictures. Raises OSError.

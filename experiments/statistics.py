@@ -47,7 +47,7 @@ class Mean:
 
     @property
     def half_width(self) -> float | None:
-        """Of the interval, where there is one."""
+        """Half of the interval's width, where there is one."""
         return None if self.p is None else (self.high - self.low) / 2
 
     @property
@@ -58,14 +58,14 @@ class Mean:
 
 
 def estimate(values: Iterable[float | None]) -> Mean | None:
-    """Of what was measured, which is neither None nor NaN; None when nothing was."""
+    """The mean of what was measured, which is neither None nor NaN; None when nothing was."""
     numbers = np.array([*values], np.float64)
     known = numbers[~np.isnan(numbers)]
     return paired(known, np.zeros(len(known))) if len(known) else None
 
 
 def paired(after: Sequence[float] | Array, before: Sequence[float] | Array) -> Mean:
-    """Of the means of two settings, by seed: `after[i]` and `before[i]` have the same seed. Raises ValueError where they
+    """The difference of two settings, by seed: `after[i]` and `before[i]` have the same seed. Raises ValueError where they
     cannot.
 
     The t interval and the p of the t test, which is the level of the interval that just touches 0. Not the bootstrap: a mean of
@@ -109,7 +109,7 @@ def first_at(x: Array, y: Array, level: float) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Of each comparison the p value that holds when all of them are looked at.
+    """The p value of each comparison that holds when all of them are looked at.
 
     Holm 1979, "A simple sequentially rejective multiple test procedure": the i-th smallest of m is multiplied by m - i + 1, and
     none is below one that was smaller. The chance that any true equality gets a value below a level is at most that level.

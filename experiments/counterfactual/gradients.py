@@ -81,6 +81,6 @@ class Gradients:
 
 
 def rewards_of(config: Config, groups: Sequence[Group], statistics: Statistics) -> list[list[float | None]]:
-    """Of each member of each group, by the run's composition; None where a score failed. statistics: as they are, not moved."""
+    """The reward of each member of each group, by the run's composition; None where one failed. statistics are not moved."""
     rule = config.rewards.composition
     return [[rule.of(group.columns).reward(rollout.scores, statistics) for rollout in group.rollouts] for group in groups]

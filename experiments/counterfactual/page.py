@@ -1,4 +1,4 @@
-"""What was measured, as rows and as a page whose sentences are worded by intervals.
+"""The results, as rows and as a page whose sentences are worded by intervals.
 
 Of three runs or more, which differ in nothing but their seed, means are shown with 95 % intervals over seeds: what one batch
 says and another would not is in them. One run has values, and no interval.
@@ -25,7 +25,7 @@ FRESH = "fresh batch"
 
 
 class CorrectionInterval(NamedTuple):
-    """Of a correction: its value, and over seeds its 95 % interval. Of a fresh batch: the mean over fresh batches, and where
+    """The value of a correction, and over seeds its 95 % interval; for a fresh batch the mean over fresh batches, and where
     nine in ten of them lie (of several runs, the means of their ends). Ends that are not known are not numbers."""
 
     value: float
@@ -64,8 +64,8 @@ class EstimateRow:
 def rows_of(
     seed: int, moment: Moment, completions: int, reference: FreshGradients, corrections: Mapping[str, Measures]
 ) -> list[EstimateRow]:
-    """Of one reference: the yardstick, which is what batches as large as the stale one reach when they are fresh, and what the
-    stale batch gives by each correction."""
+    """The rows of one reference: fresh batches as large as the stale one, which are the yardstick, and the stale batch by each
+    correction."""
     halves, batches = reference.halves[0], reference.fresh_batches()
 
     def row(name: str, measures: Iterable[CorrectionInterval], fresh_below: float | None = None) -> EstimateRow:
@@ -126,7 +126,7 @@ def _mean(rows: Sequence[EstimateRow], base: Sequence[EstimateRow]) -> EstimateR
 
 
 def shortfall(completions: int) -> str:
-    """What is said of a reference that is too small; empty for one that is not."""
+    """The warning about a reference that is too small; empty for one that is not."""
     if completions >= ENOUGH:
         return ""
     return f"only {completions} fresh completions, {ENOUGH} are advised: the ceiling is low and the reference rough"
@@ -149,7 +149,7 @@ def write_rows(rows: Sequence[EstimateRow], path: Path) -> None:
 
 
 def _command(rows: Sequence[EstimateRow]) -> str:
-    """What makes these rows, of runs that are not named here."""
+    """The command that makes these rows, of runs that are not named here."""
     steps = " ".join(f"--step {step}" for step in dict.fromkeys(row.step for row in rows))
     runs = "RUN" if rows[0].runs == 1 else f"RUN-1 ... RUN-{rows[0].runs}"
     return f"python -m async_rlhf.experiments.counterfactual {runs} {steps} --completions {rows[0].completions}"
@@ -169,7 +169,7 @@ def render(rows: Sequence[EstimateRow]) -> str:
 
 
 def sentences(rows: Sequence[EstimateRow]) -> list[str]:
-    """Of each correction, whether its cosine differs from that of the one it is compared with, and whether its share differs
+    """Sentences that say of each correction whether its cosine differs from that of the first, and whether its share differs
     from 1; after Holm over all of these. Corrections that gave the same gradient are one comparison, not several."""
     same_gradient = alike(rows)
     firsts = [row for row in rows if row in [same[0] for same in same_gradient]]

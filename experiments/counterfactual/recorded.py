@@ -35,7 +35,7 @@ class Moment:
     checkpoint: Path
     groups: tuple[Group, ...]
     statistics: Statistics
-    """What normalises rewards, as it was when this batch was trained on."""
+    """The normalisation of rewards, as it was when this batch was trained on."""
 
     @property
     def staleness(self) -> tuple[float, int]:
@@ -77,8 +77,8 @@ def recorded(directory: Path, steps: Sequence[int]) -> tuple[RunDir, Config, lis
 
 
 def several(directories: Sequence[Path], steps: Sequence[int]) -> list[tuple[RunDir, Config, list[Moment]]]:
-    """Of each run as `recorded`, at the steps that all of them have. Raises ConfigError as `recorded` does, for two runs, which
-    have no interval, and for runs that differ in more than their seed or do not differ in it."""
+    """Runs as `recorded` gives them, at the steps that all of them have. Raises ConfigError as `recorded` does, for two runs,
+    which have no interval, and for runs that differ in more than their seed or do not differ in it."""
     if 1 < len(directories) < MIN_SEEDS:
         raise ConfigError(f"{len(directories)} runs have no interval over seeds; give one, or at least {MIN_SEEDS}")
     found = [recorded(directory, steps) for directory in directories]

@@ -1,4 +1,4 @@
-"""What must hold on a device before a run there means anything: each check compares with something that is known to be right.
+"""Checks that must hold on a device before a run there means anything: each compares with something that is known to be right.
 
 A check takes the device and a folder of its own, and returns what it found, in words. It raises `Skipped` where something that
 it needs is not there, and fails by raising anything else.
@@ -77,8 +77,8 @@ def check_experts(device: str, directory: Path) -> str:
 
 
 def mismatches(kind: str, directory: Path, device: str = "cpu") -> dict[str, list[float]]:
-    """Of a model with 4 of 16 experts, by what is between learner and engine: nats a token with the learner's own experts, with
-    replayed ones; in which share of predicting positions x layers its own are others."""
+    """Mismatches of a model with 4 of 16 experts, by the difference between learner and engine: nats a token with the learner's
+    own experts, with replayed ones; and in which share of predicting positions x layers its own are others."""
     families.model(kind, **families.experts(kind, 16, 4)).save_pretrained(directory)
     engine = load_engine(str(directory), EngineConfig(device=device, slots=6, prefill_tokens=16, replay_routing=True))
     groups, found = [_sampled(engine, number) for number in range(4)], {}

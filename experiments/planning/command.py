@@ -73,7 +73,7 @@ def plan(spec: Path | None, from_run: Path | None, *, settings: Path | None, as_
 
 
 def _what_if(path: Path, *, as_json: bool) -> str:
-    """What a run would do with other bounds."""
+    """The speed that a run would have with other bounds."""
     from async_rlhf.experiments.planning.calibration import times_of_run, what_if
     from async_rlhf.run.run_dir import RunDir
 

@@ -35,7 +35,7 @@ BASE = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-spelle
 
 @dataclass(frozen=True)
 class Pair:
-    """Of two completions of `prompt`, `chosen` was preferred."""
+    """Two completions of `prompt`, of which `chosen` was preferred."""
 
     prompt: str
     chosen: str
@@ -116,7 +116,7 @@ class Training:
     """Share of the prompts that are only measured on."""
     threads: int = 1
     saved: Literal["float32", "bfloat16"] = "float32"
-    """What the weights are rounded to before they are measured and saved."""
+    """The type that the weights are rounded to before they are measured and saved."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ def _rate(config: Training, update: int, updates: int) -> float:
 
 
 def _agreement(pairs: Sequence[Pair], found: Sequence[float], gold: Callable[[str, str], float] | None) -> float | None:
-    """Of the pairs that the gold reward tells apart, the share that the model puts in the gold's order."""
+    """The share of the pairs that the gold reward tells apart which the model puts in the gold's order."""
     if gold is None:
         return None
     true = [gold(pair.prompt, pair.chosen) - gold(pair.prompt, pair.rejected) for pair in pairs]

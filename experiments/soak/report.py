@@ -1,4 +1,4 @@
-"""What a soak found: slopes with verdicts, what was done to the run, what its books say; as a page, and samples."""
+"""The report of a soak: slopes with verdicts, what was done to the run, what its books say; as a page, and samples."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def _blocks(life: Sequence[SlopeSample], warm_up_h: float) -> list[tuple[float, 
 
 
 def _variance(residuals: Sequence[Array], count: int) -> float:
-    """Of the sum of all residuals; those of two lives are independent."""
+    """Variance of the sum of all residuals; those of two lives are independent."""
     lags = int(4 * (count / 100) ** (2 / 9))
     total = 0.0
     for each in residuals:

@@ -94,7 +94,7 @@ def read_sweep(directory: Path) -> Archive:
 
 
 def measured(directory: str | Path) -> Table:
-    """Of a sweep's results or of a run, in its directory. Raises ConfigError for any other; DamagedError."""
+    """The table of a sweep's results or of a run, in its directory. Raises ConfigError for any other; DamagedError."""
     path = Path(directory)
     return read_sweep(path).table if holds_cells(path) else Table([read_run(RunDir.existing(path))])
 

@@ -75,7 +75,7 @@ class SweepConfig(Section):
 
     @property
     def results_dir(self) -> Path:
-        """Of a loaded sweep."""
+        """The directory of a loaded sweep's results."""
         return Path(self.results) if self.results else self.directory
 
     def kept(self, name: str) -> Path:
@@ -84,7 +84,7 @@ class SweepConfig(Section):
 
     @property
     def question(self) -> str:
-        """What the sweep is made to answer."""
+        """The question that the sweep answers."""
         *others, last = self.levels
         return f"What do {', '.join(others)} and {last} do to learning?" if others else f"What does {last} do to learning?"
 
@@ -157,7 +157,7 @@ def _sweep(path: Path, given: Mapping[str, Any]) -> SweepConfig:
 
 
 def _check(sweep: SweepConfig, path: Path) -> None:
-    """What no single field can see. Raises ConfigError."""
+    """Check the fields against each other. Raises ConfigError."""
     where = f"sweep {str(path)!r}"
     if not sweep.values and not sweep.axes:
         raise ConfigError(f"{where} has no axis; give [sweep.values] or [sweep.axes.NAME]")

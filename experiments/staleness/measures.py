@@ -23,7 +23,7 @@ from async_rlhf.experiments.staleness.table import SMOOTHED, SPENT, Series, Tabl
 from async_rlhf.experiments.statistics import Mean, estimate, seeds_needed
 
 Column = Callable[[list[int]], str]
-"""What a row shows of its runs."""
+"""The text of a row's cell, made of the row's runs."""
 # How an attempt to make a group may have ended, in the words of docs/metrics.md.
 _ENDS = ("trained", "stale", "filtered", "failed", "quarantined")
 

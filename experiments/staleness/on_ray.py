@@ -76,7 +76,7 @@ class CellOnNode(Progress):
         return _OUTCOME.dump_json(problem or self._here.run(self._job, self))
 
     def _missing(self) -> str:
-        """What this node misses to run the cell."""
+        """Why this node cannot run the cell; empty where it can."""
         try:
             found = contents([self._job.cell.config])
         except (AsyncRLHFError, OSError) as error:

@@ -290,7 +290,7 @@ def _course(table: Table, settings: Sequence[PlottedSetting], over: str, of: str
 
 
 def _over_reference(table: Table, settings: Sequence[PlottedSetting], name: str) -> _Panel:
-    """Of one reward function, of their sum where the name is empty; the settings of one column."""
+    """The score by one reward function, by all where the name is empty; the settings of one column."""
     along, score, where = path(table, name), name or "reward", settings[0].column and f"{settings[0].column}; "
     lines = [(_means(along, each.runs), {**each.look, "markersize": 4, "linewidth": 1, "alpha": 0.85}) for each in settings]
     words = f"Training {score} over KL to the reference\n{where}a mark: {BLOCK} completions of each seed"

@@ -1,4 +1,4 @@
-"""What a sweep found, for people: results.csv, two pictures, and one page as Markdown and as HTML with the pictures inside.
+"""The report of a sweep: results.csv, two pictures, and one page as Markdown and as HTML with the pictures inside.
 
 From an archive alone. Formats numbers, never computes one; the tables below the result are those of `measures`. Called by
 `sweep` and by `async-rlhf report`.

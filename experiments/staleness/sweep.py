@@ -66,7 +66,7 @@ class Job:
         return found if self.result() is None else "finished"
 
     def result(self) -> CellResult | None:
-        """What the cell measured in an earlier start. Raises ConfigError where it had other settings, DamagedError."""
+        """The measurements of the cell in an earlier start. Raises ConfigError where it had other settings, DamagedError."""
         found = kept(self.kept)
         if found is not None:
             _check_same(self.kept, found.settings, self.cell.config)
@@ -238,7 +238,7 @@ class Pace:
 
 
 class CellProgress(Progress):
-    """Of one cell. head: which of how many, and its settings. say: prints a line."""
+    """The progress of one cell. head: which of how many, and its settings. say: prints a line."""
 
     def __init__(self, head: str, num_steps: int, pace: Pace, say: Callable[[str], None]) -> None:
         self._head, self._num_steps, self._pace, self._say = head, num_steps, pace, say

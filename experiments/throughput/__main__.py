@@ -188,7 +188,7 @@ def describe_run(small: bool) -> dict[str, Any]:
 
 
 def _version(name: str) -> str | None:
-    """Of this interpreter's package or its CPU build."""
+    """The version of this interpreter's package, or of its CPU build."""
     for distribution in (name, f"{name}-cpu"):
         with contextlib.suppress(PackageNotFoundError):
             return version(distribution)

@@ -1,4 +1,4 @@
-"""What it costs that an agent drives the model over HTTP: the same episodes as a generator of ours, side by side.
+"""The cost of an agent that drives the model over HTTP: the same episodes as a generator of ours, side by side.
 
 Both play the actor's loop without a hub: the built-in engine, the environment's own process, turns of a few words behind a
 growing conversation. The agent posts each turn as a chat completion to the endpoint in its process.

@@ -69,7 +69,7 @@ def engine(bench: Bench) -> Iterator[BenchmarkRow]:
 
 
 def _invariant(bench: Bench) -> Iterator[BenchmarkRow]:
-    """What it costs that bits do not depend on the batch: rows of 32 new tokens, and one behind a long prompt."""
+    """The cost of bits that do not depend on the batch: rows of 32 new tokens, and one behind a long prompt."""
     long = bench.size(4096, 128)
     for title, requests in (
         *((f"invariant, {rows} rows", _requests([8] * rows, 32)) for rows in bench.size((8, 64, 128), (8,))),

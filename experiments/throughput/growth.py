@@ -75,7 +75,7 @@ def row_of(curve: Curve, sizes: Sequence[int], turns: int) -> BenchmarkRow:
 
 
 def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
-    """Of a line through the logarithms."""
+    """Slope of a line through the logarithms."""
     return rounded(float(np.polyfit(np.log(sizes), np.log(values), 1)[0]))
 
 
@@ -124,7 +124,7 @@ def _held(size: int) -> float:
 
 
 def step(completion: int, prompt: int) -> Callable[[], float]:
-    """Of the learner: 8 completions of one prompt."""
+    """A step of the learner: 8 completions of one prompt."""
     with tempfile.TemporaryDirectory(prefix="async-rlhf-bench-") as directory:
         make_model(None, "float32", prompt + completion).save_pretrained(directory)
         (group,) = make_groups(np.full((1, 8), completion), 100)

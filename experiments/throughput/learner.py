@@ -89,7 +89,7 @@ def measure(model: Model, load: Sharing, bench: Bench, directory: Path) -> Itera
 
 
 class Seconds(NamedTuple):
-    """Of one step: by the clock, and of the processor."""
+    """Seconds of one step: by the clock, and of the processor."""
 
     wall: float
     cpu: float
@@ -189,7 +189,7 @@ def bare(model_dir: Path, groups: list[Group]) -> Side:
 
 
 def trl_spec(model: Path, groups: list[Group], directory: Path) -> dict[str, Any]:
-    """What TRL's side reads."""
+    """The settings and samples of TRL's side."""
     return {
         "model": str(model),
         "tokenizer": str(MODEL),

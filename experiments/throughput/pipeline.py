@@ -51,7 +51,7 @@ Engine = Literal["torch", "vllm"]
 
 @dataclass(frozen=True)
 class PipelineLoad:
-    """What both are given, how far an asynchronous system may run ahead (steps), and the least ratio wanted."""
+    """The load of both sides, how far an asynchronous system may run ahead (steps), and the least ratio wanted."""
 
     name: Name
     max_staleness: int
@@ -167,7 +167,7 @@ def in_window(run: Recorded, steps: MeasuredSteps) -> tuple[float, float]:
 
 
 def share_of_attention(run: Recorded, steps: MeasuredSteps) -> float:
-    """Of the window's seconds."""
+    """Attention's share of the window's seconds."""
     first, last = steps.first - 1, steps.first + steps.measured - 1
     return (run.attention[last] - run.attention[first]) / (run.ends[last] - run.ends[first])
 

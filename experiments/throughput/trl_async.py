@@ -175,7 +175,7 @@ class Files:
 
 
 class PathAttention:
-    """What TRL calls of FlashAttention: segments of a row, each over its own keys, here as one padded batch."""
+    """The part of FlashAttention that TRL calls: segments of a row, each over its own keys, here as one padded batch."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -86,7 +86,7 @@ def weights(bench: Bench) -> Iterator[BenchmarkRow]:
 
 
 def copy_into(arrays: Arrays, tensors: Mapping[str, RawTensor]) -> None:
-    """What an engine that copies does with a set: every tensor into memory that is there already."""
+    """Copy every tensor, as an engine that copies does, into memory that is there already."""
     data = {name: np.frombuffer(tensor.data, np.uint8) for name, tensor in tensors.items()}
     for name in data.keys() - arrays.keys():
         arrays[name] = np.ones_like(data[name])
@@ -148,7 +148,7 @@ class PublishTimes(NamedTuple):
 
 
 def nothing() -> None:
-    """What an idle actor does between two looks."""
+    """The work of an idle actor between two looks."""
 
 
 class WeightFleet:

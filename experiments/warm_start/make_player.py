@@ -48,7 +48,7 @@ CONSISTENT = 0.35
 
 
 def demonstrate(count: int, calls: float, random: Random) -> list[Episode]:
-    """Of three episodes two with the calculator. calls: the share of those that call it."""
+    """Episodes, two of three with the calculator. calls: the share of those that call it."""
     return [calculation(calls, random) if index % 3 else guessing(random) for index in range(count)]
 
 

@@ -95,7 +95,7 @@ def _cheaper(best: Plan, spec: Spec) -> Plan | None:
 
 
 def _seconds(plan: Plan) -> tuple[float, int, int]:
-    """Of equally fast ones the less stale, then that of fewer pools."""
+    """The order of plans: of equally fast ones the less stale, then that of fewer pools."""
     return plan.step.seconds, plan.placement.max_staleness, plan.placement.scorers
 
 
