@@ -9,21 +9,22 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError
-
-if TYPE_CHECKING:
-    from async_rlhf.experiments.planning.calibration import WhatIf
-    from async_rlhf.experiments.planning.placement.search import Found
-    from async_rlhf.experiments.planning.placement.step import Plan, Seconds, StepTime
+from async_rlhf.buffers.files import write_whole
+from async_rlhf.experiments.planning.calibration import WhatIf, measure, reached, times_of_run, what_if
+from async_rlhf.experiments.planning.model.stages import catalogue
+from async_rlhf.experiments.planning.placement.search import Found, as_toml, search
+from async_rlhf.experiments.planning.placement.spec import read
+from async_rlhf.experiments.planning.placement.step import Plan, Seconds, StepTime
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.shipped import named_file, plans
 
 _MEASURED_S = 2.0  # for each of three peaks
 
 
 def list_devices() -> str:
-    from async_rlhf.experiments.planning.model.stages import catalogue
-
     return "\n".join(
         f"{name:10} {device.peak_flops / 1e12:6.0f} TFLOP/s {device.memory_bytes / 1e9:4.0f} GB "
         f"{device.memory_bytes_per_s / 1e9:5.0f} GB/s, link {device.link_bytes_per_s / 1e9:4.0f} GB/s, network "
@@ -34,9 +35,6 @@ def list_devices() -> str:
 
 def calibrate(*, device: str, dtype: str, threads: int) -> str:
     """Sections of a spec, with the device that this machine is."""
-    from async_rlhf.experiments.planning.calibration import measure
-    from async_rlhf.experiments.planning.placement.search import as_toml
-
     own = measure(device, dtype, threads, _MEASURED_S).model_dump()
     return as_toml({"cluster": {"device": "own"}, "cluster.own": own})
 
@@ -51,17 +49,10 @@ def plan(spec: Path | None, from_run: Path | None, *, settings: Path | None, as_
         raise ConfigError(f"--settings {str(settings)!r}: its folder does not exist")
     if spec is None:
         assert from_run is not None
-        return _what_if(from_run, as_json=as_json)
-    from async_rlhf.buffers.files import write_whole
-    from async_rlhf.experiments.planning.placement.search import as_toml, search
-    from async_rlhf.experiments.planning.placement.spec import read
-    from async_rlhf.run.shipped import named_file, plans
-
+        speeds = what_if(times_of_run(RunDir.existing(from_run)))
+        return json.dumps(what_if_as_json(speeds), indent=1) if as_json else "\n".join(what_if_lines(speeds))
     question = read(named_file("plan", spec, plans()))
     if from_run is not None:
-        from async_rlhf.experiments.planning.calibration import reached, times_of_run
-        from async_rlhf.run.run_dir import RunDir
-
         run = RunDir.existing(from_run)
         question = question.model_copy(update={"efficiency": reached(question, run.config(), times_of_run(run))})
     found = search(question)
@@ -72,22 +63,11 @@ def plan(spec: Path | None, from_run: Path | None, *, settings: Path | None, as_
     return json.dumps(plan_as_json(found), indent=1) if as_json else "\n".join(plan_lines(found))
 
 
-def _what_if(path: Path, *, as_json: bool) -> str:
-    """The speed that a run would have with other bounds."""
-    from async_rlhf.experiments.planning.calibration import times_of_run, what_if
-    from async_rlhf.run.run_dir import RunDir
-
-    found = what_if(times_of_run(RunDir.existing(path)))
-    return json.dumps(what_if_as_json(found), indent=1) if as_json else "\n".join(what_if_lines(found))
-
-
 # -- what is printed of a plan -------------------------------------------------------------------------------------------
 
 
 def plan_lines(found: Found) -> Iterator[str]:
     """For a terminal: the question, the plan, speed against staleness, and settings for `train`."""
-    from async_rlhf.experiments.planning.placement.search import as_toml
-
     yield from _question(found)
     share = found.roles.spec.search.memory_share
     yield f"{found.tried} placements looked at, {found.fitting} fit into {share:.0%} of the memory"

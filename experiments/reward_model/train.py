@@ -27,6 +27,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.throughput.judges import similarity
+from async_rlhf.experiments.warm_start.make_model import WarmStart, descend
 from async_rlhf.experiments.warm_start.speller import HABITS, INSTRUCTION, load_words
 
 _BINS = 10
@@ -180,20 +181,18 @@ def train(
     )
     model.config.pad_token_id = tokenizer.pad_token_id
     before = quality(margins(model, tokenizer, held_out))
-    updates = config.epochs * -(-len(training) // config.batch)
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=config.weight_decay)
-    model.train()
-    for update, batch in enumerate(_batches(training, config, random)):
-        for group in optimizer.param_groups:
-            group["lr"] = _rate(config, update, updates)
-        chosen, rejected = scores(model, tokenizer, batch).chunk(2)
-        loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean() + config.centre * (chosen + rejected).square().mean()
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if (update + 1) % 20 == 0 or update + 1 == updates:
-            tell(f"update {update + 1} of {updates}: loss {loss.item():.4f}")
+    batches = _batches(training, config, random)
+
+    def loss_of(update: int) -> torch.Tensor:
+        chosen, rejected = scores(model, tokenizer, batches[update]).chunk(2)
+        pull = config.centre * (chosen + rejected).square().mean()
+        return -torch.nn.functional.logsigmoid(chosen - rejected).mean() + pull
+
+    rate, decay, warmup = config.learning_rate, config.weight_decay, max(1, len(batches) // 10)
+    schedule = WarmStart(updates=len(batches), learning_rate=rate, warmup=warmup, weight_decay=decay)
+    for done, loss in descend(model, schedule, loss_of, betas=(0.9, 0.999)):
+        if done % 20 == 0 or done == len(batches):
+            tell(f"update {done} of {len(batches)}: loss {loss:.4f}")
     saved = getattr(torch, config.saved)
     found = margins(model.to(saved).float(), tokenizer, held_out)
     model.to(saved).save_pretrained(out)
@@ -226,11 +225,6 @@ def _batches(pairs: Sequence[Pair], config: Training, random: Random) -> list[li
         order = random.sample(list(pairs), len(pairs))
         batches += [order[start : start + config.batch] for start in range(0, len(order), config.batch)]
     return batches
-
-
-def _rate(config: Training, update: int, updates: int) -> float:
-    rising = min(1.0, (update + 1) / max(1, updates // 10))
-    return config.learning_rate * rising * 0.5 * (1 + math.cos(math.pi * update / updates))
 
 
 def _agreement(pairs: Sequence[Pair], found: Sequence[float], gold: Callable[[str, str], float] | None) -> float | None:

@@ -1,7 +1,7 @@
 """The outcomes of each setting: differences of any number within a seed, numbers at equal time and divergence, a target's cost.
 
 Pure. The first setting of a sweep is the reference of `compared`; `contrasts` compares settings that differ in one key. A
-number is a series by run. Called by `measures`, `report` and `plot`.
+number is a series by run. Called by `report` and `plot`.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ import pytest
 
 from async_rlhf.experiments.staleness.cells import CellResult, HeldOut, kept
 from async_rlhf.experiments.staleness.config import SweepConfig
-from async_rlhf.experiments.staleness.measures import sections
 from async_rlhf.experiments.staleness.outcomes import at_equal_kl, at_equal_time, compared, contrasts, reached, target
 from async_rlhf.experiments.staleness.plot import pictures, settings_of
+from async_rlhf.experiments.staleness.report import sections
 from async_rlhf.experiments.staleness.table import BLOCK, Series, Table
 from async_rlhf.experiments.statistics import holm, paired
 from tests.conftest import REPOSITORY
