@@ -122,7 +122,7 @@ def write_page(
     text = render({name: f"{name}.png" for name in drawn})
     markdown, page = directory / "report.md", directory / "report.html"
     markdown.write_text(text, encoding="utf-8")
-    page.write_text(to_html(text, {f"{name}.png": each for name, each in drawn.items()}), encoding="utf-8")
+    page.write_text(to_html(text, {f"{name}.png": picture for name, picture in drawn.items()}), encoding="utf-8")
     return [*(directory / f"{name}.{kind}" for name in drawn for kind in ("png", "svg")), markdown, page]
 
 

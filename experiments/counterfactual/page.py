@@ -76,8 +76,9 @@ def rows_of(
     low, high = np.quantile(batches, [0.05, 0.95], axis=0)
     fresh = (CorrectionInterval(*map(float, each)) for each in zip(np.mean(batches, 0), low, high, strict=True))
     rows = [row(FRESH, fresh)]
-    for name, found in corrections.items():
-        rows.append(row(name, map(CorrectionInterval, found), float(np.mean([each.cosine < found.cosine for each in batches]))))
+    for name, measures in corrections.items():
+        below = float(np.mean([batch.cosine < measures.cosine for batch in batches]))
+        rows.append(row(name, map(CorrectionInterval, measures), below))
     return rows
 
 
@@ -178,8 +179,8 @@ def sentences(rows: Sequence[EstimateRow]) -> list[str]:
         *((row, "cosine", base, row.difference) for row in firsts),
         *((row, "share", "1, that of an unbiased estimate", row.bias) for row in firsts),
     ]
-    known = [(row, what, base, found) for row, what, base, found in asked if found is not None and math.isfinite(found.mean)]
-    judged = adjusted(dict(enumerate(found for *_, found in known)))
+    known = [(row, what, base, over) for row, what, base, over in asked if over is not None and math.isfinite(over.mean)]
+    judged = adjusted(dict(enumerate(interval for *_, interval in known)))
     return [
         *(
             f"Step {first.step}: {', '.join(row.estimate for row in others)} gave the gradient of {first.estimate}."

@@ -55,12 +55,12 @@ def plan(spec: Path | None, from_run: Path | None, *, settings: Path | None, as_
     if from_run is not None:
         run = RunDir.existing(from_run)
         question = question.model_copy(update={"efficiency": reached(question, run.config(), times_of_run(run))})
-    found = search(question)
+    planned = search(question)
     if settings is not None:
-        if not found.settings:
-            raise ConfigError(f"no settings to write: {found.refusal}")
-        write_whole(settings, as_toml(found.settings).encode())
-    return json.dumps(plan_as_json(found), indent=1) if as_json else "\n".join(plan_lines(found))
+        if not planned.settings:
+            raise ConfigError(f"no settings to write: {planned.refusal}")
+        write_whole(settings, as_toml(planned.settings).encode())
+    return json.dumps(plan_as_json(planned), indent=1) if as_json else "\n".join(plan_lines(planned))
 
 
 # -- what is printed of a plan -------------------------------------------------------------------------------------------
@@ -164,15 +164,15 @@ def _as_json(plan: Plan) -> dict[str, Any]:
 
 def what_if_lines(found: WhatIf) -> Iterator[str]:
     """For a terminal."""
-    run, own = found.run, found.run.bound.max_staleness
+    run, own_bound = found.run, found.run.bound.max_staleness
     yield (
-        f"{run.steps} steps of {run.rows} completions by {run.actors} actor(s), max_staleness {own}: "
+        f"{run.steps} steps of {run.rows} completions by {run.actors} actor(s), max_staleness {own_bound}: "
         f"{run.samples_per_s:.4g} samples/s, the learner waited for {run.learner_idle:.0%} of its time"
     )
     made_s = run.step_s / found.factor
     yield f"a step took {run.step_s:.3g} s, its stages make {made_s:.3g} s: below, what bounds it is times {found.factor:.2f}"
     for bound, step in found.by_bound.items():
-        this = " (this run)" if bound == own else ""
+        this = " (this run)" if bound == own_bound else ""
         yield f"  max_staleness {bound:<3} {found.samples_per_s(step):8.4g} samples/s, bound by {step.bound_by.name}{this}"
     more = found.with_another_actor
     speed = found.samples_per_s(more)

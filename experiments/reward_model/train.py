@@ -194,10 +194,10 @@ def train(
         if done % 20 == 0 or done == len(batches):
             tell(f"update {done} of {len(batches)}: loss {loss:.4f}")
     saved = getattr(torch, config.saved)
-    found = margins(model.to(saved).float(), tokenizer, held_out)
+    after = margins(model.to(saved).float(), tokenizer, held_out)
     model.to(saved).save_pretrained(out)
     tokenizer.save_pretrained(out)
-    return TrainedReward(before, quality(found), _agreement(held_out, found, gold), len(training))
+    return TrainedReward(before, quality(after), _agreement(held_out, after, gold), len(training))
 
 
 def scores(model: Any, tokenizer: Any, pairs: Sequence[Pair]) -> torch.Tensor:
@@ -251,10 +251,10 @@ def main(
     config = Training(seed=seed, epochs=epochs, saved="bfloat16" if half else "float32")
     trained = train(given, out, config, model, gold, lambda line: typer.echo(line, err=True))
     (out / "quality.json").write_text(json.dumps(asdict(trained), indent=1) + "\n")
-    for name, found in (("before", trained.before), ("after", trained.after)):
+    for name, measured in (("before", trained.before), ("after", trained.after)):
         typer.echo(
-            f"{name:<6} accuracy {found.accuracy:.3f}, loss {found.loss:.3f} nats, "
-            f"calibration error {found.calibration_error:.3f} ({found.num_pairs} held-out pairs)"
+            f"{name:<6} accuracy {measured.accuracy:.3f}, loss {measured.loss:.3f} nats, "
+            f"calibration error {measured.calibration_error:.3f} ({measured.num_pairs} held-out pairs)"
         )
     if trained.gold is not None:
         typer.echo(f"in the gold reward's order: {trained.gold:.3f}")

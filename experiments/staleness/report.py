@@ -222,10 +222,10 @@ def _times(cells: Table) -> Iterator[str]:
             f"({SMOOTHED} completions together) when the first of the compared runs had ended, within a seed. p is Holm's."
         )
         rows = [["setting", "seconds, ratio", "p", "reward at equal time: difference", "p"]]
-        for label, each in longer.items():
-            mean, low, high = (math.exp(log) for log in (each.mean, each.low, each.high))
-            ratio = f"{mean:.2f}" if each.count == 1 else f"{mean:.2f} ({low:.2f} to {high:.2f})"
-            rows.append([label, ratio, p_value(each), *comparison(sooner.get(label))])
+        for label, longest in longer.items():
+            mean, low, high = (math.exp(log) for log in (longest.mean, longest.low, longest.high))
+            ratio = f"{mean:.2f}" if longest.count == 1 else f"{mean:.2f} ({low:.2f} to {high:.2f})"
+            rows.append([label, ratio, p_value(longest), *comparison(sooner.get(label))])
         yield table(rows)
 
 
@@ -292,11 +292,11 @@ def _ends(cells: Table) -> Iterator[str]:
 def _powers(cells: Table) -> Iterator[str]:
     outcomes = {"held-out reward, end": "held_out_reward_end", "area": "reward_area"}
     compares = {what: compared(cells, cells.cells[column]) for what, column in outcomes.items()}
-    found = [(label, what, each) for what, by_label in compares.items() for label, each in by_label.items()]
-    if not found:
+    gains = [(label, what, gain) for what, by_label in compares.items() for label, gain in by_label.items()]
+    if not gains:
         return
     yield "## What so many seeds can show"
-    known = [(label, what, each, size) for label, what, each in found if (size := each.detectable) is not None]
+    known = [(label, what, gain, size) for label, what, gain in gains if (size := gain.detectable) is not None]
     if not known:
         yield "With one seed a setting no difference of any size can be told from chance, and none is."
         return
@@ -305,10 +305,10 @@ def _powers(cells: Table) -> Iterator[str]:
         "in five (two-sided, 0.05, looked at alone), and how many seeds show half of it."
     )
     rows = [["setting", "outcome", "deviation of the difference", "seeds", "they show", "seeds for half of it"]]
-    for label, what, each, size in known:
+    for label, what, gain, size in known:
         # seeds that did not differ at all show any difference
-        for_half = str(seeds_needed(each.deviation, size / 2)) if size else "-"
-        rows.append([label, what, f"{each.deviation:.3f}", str(each.count), f"{size:.3f}", for_half])
+        for_half = str(seeds_needed(gain.deviation, size / 2)) if size else "-"
+        rows.append([label, what, f"{gain.deviation:.3f}", str(gain.count), f"{size:.3f}", for_half])
     yield table(rows)
 
 
@@ -329,8 +329,8 @@ def conclusions(cells: Table) -> str:
             ]
         )
     base, *others = cells.settings
-    found = compared(cells, cells.cells["held_out_reward_end"])
-    judged = {label: each for label, each in found.items() if each.adjusted is not None}
+    differences = compared(cells, cells.cells["held_out_reward_end"])
+    judged = {label: gain for label, gain in differences.items() if gain.adjusted is not None}
     lines = [
         f"- {worded(label, base, judged[label], len(judged))}"
         if label in judged

@@ -173,19 +173,19 @@ def picture(results: Path, path: Path) -> None:
     """Each curve of a results file with a line that grows as its work does."""
     from matplotlib.figure import Figure
 
-    found = [each for each in json.loads(results.read_text())["rows"] if each["part"] == "growth"]
+    rows = [row for row in json.loads(results.read_text())["rows"] if row["part"] == "growth"]
     work = {curve.title: curve.work for curve in curves()}
-    figure = Figure(figsize=(11, 2.6 * -(-len(found) // 3)), layout="constrained")
-    for place, each in enumerate(found, start=1):
-        axes = figure.add_subplot(-(-len(found) // 3), 3, place)
-        sizes, costs = [int(size.replace(",", "")) for size in each["sides"]], list(each["sides"].values())
-        line = [costs[0] * work[each["load"]](size) / work[each["load"]](sizes[0]) for size in sizes]
+    figure = Figure(figsize=(11, 2.6 * -(-len(rows) // 3)), layout="constrained")
+    for place, row in enumerate(rows, start=1):
+        axes = figure.add_subplot(-(-len(rows) // 3), 3, place)
+        sizes, costs = [int(size.replace(",", "")) for size in row["sides"]], list(row["sides"].values())
+        line = [costs[0] * work[row["load"]](size) / work[row["load"]](sizes[0]) for size in sizes]
         axes.loglog(sizes, line, "--", color="0.6", label="as the work grows")
         axes.loglog(sizes, costs, "o-", label="measured")
-        what, _, by = each["load"].partition(", by ")
+        what, _, by = row["load"].partition(", by ")
         axes.set_title(what, fontsize=9)
         axes.set_xlabel(by)
-        axes.set_ylabel({"s": "processor seconds"}.get(each["unit"], each["unit"]))
+        axes.set_ylabel({"s": "processor seconds"}.get(row["unit"], row["unit"]))
         axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
         ends = [min(*costs, *line), max(*costs, *line)]
         axes.set_yticks(ends, list(map(shown, ends)))

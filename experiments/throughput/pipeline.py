@@ -116,11 +116,11 @@ def compare(load: PipelineLoad, bench: Bench, directory: Path) -> BenchmarkRow:
         sides["ours_vllm"] = side("ours_vllm", steps, ours("vllm"))
     rates = alternate(sides, bench.num_turns(2), warm_up=0)
     settings = our_config(load, model, prompts, directory)
-    found = {name: statistics.median(each) for name, each in figures.items()}
+    shown = {name: statistics.median(values) for name, values in figures.items()}
     if is_asynchronous:
-        found["ours_vllm_over_trl"] = statistics.median(a / b for a, b in zip(rates["ours_vllm"], rates["trl"], strict=True))
-    found |= {"max_staleness": settings.queue.max_staleness, "max_concurrency": settings.scoring.max_concurrency}
-    return BenchmarkRow.of(load.name, rates, "samples/s", at_least=load.goal, figures=found)
+        shown["ours_vllm_over_trl"] = statistics.median(a / b for a, b in zip(rates["ours_vllm"], rates["trl"], strict=True))
+    shown |= {"max_staleness": settings.queue.max_staleness, "max_concurrency": settings.scoring.max_concurrency}
+    return BenchmarkRow.of(load.name, rates, "samples/s", at_least=load.goal, figures=shown)
 
 
 class MeasuredSteps(NamedTuple):

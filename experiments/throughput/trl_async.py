@@ -57,12 +57,12 @@ def vllm_server(model: str, threads: int, device: Device, log: Path) -> Iterator
         port = free.getsockname()[1]
     # As for the engine of ours that it is compared with; and by its endpoints for development weights are loaded.
     config = EngineConfig(threads=threads, device=device)
-    own = environment(config, enforce_eager=device == "cpu", actor_pid=os.getpid(), given=os.environ)
-    own |= {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
+    variables = environment(config, enforce_eager=device == "cpu", actor_pid=os.getpid(), given=os.environ)
+    variables |= {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
     arguments = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host=127.0.0.1", f"--port={port}"]
     arguments += [*_SERVER, *_ON[device]]
     with log.open("w") as file:
-        server = subprocess.Popen(python(*arguments), env=os.environ | own, stdout=file, stderr=file)
+        server = subprocess.Popen(python(*arguments), env=os.environ | variables, stdout=file, stderr=file)
     try:
         deadline = time.monotonic() + _START_S
         while not _answers(url := f"http://127.0.0.1:{port}"):

@@ -148,25 +148,19 @@ def test_the_second_picture_has_a_panel_for_each_number_that_was_kept(result: Ce
 
 
 def test_as_many_settings_of_one_colour_as_an_experiment_has_corrections_are_told_apart_without_it(result: CellResult) -> None:
-    kinds, ages = list("abcdef"), [0, 4]
-    sweep = SweepConfig(name="s", base="b", seeds=(0,), values={"loss.kind": kinds, "queue.max_staleness": ages})
-    kl = {**result.curves, "kl/reference": (0.5,) * 10}
-    results = [
-        replace(result, setting=(("loss.kind", kind), ("queue.max_staleness", age)), curves=kl)
-        for kind in kinds
-        for age in ages
-    ]
-    figure = pictures(Table(results), sweep)["trade_offs"]
-    entries = figure.legends[0].legend_handles
-    assert len({(line.get_color(), str(line._unscaled_dash_pattern)) for line in entries}) == 12
-    assert len({(line.get_color(), line.get_marker()) for line in entries}) == 12
-    assert len({line.get_color() for line in entries}) == 2
-    assert figure.legends[0].get_texts()[0].get_text() == "loss.kind = a\nqueue.max_staleness = 0"
-    of_reference = [axes for axes in figure.axes if "over KL to the reference" in axes.get_title()]
-    assert [axes.get_title().partition("\n")[2].partition(";")[0] for axes in of_reference] == [
-        f"loss.kind = {k}" for k in kinds
-    ]
-    assert [len(axes.get_lines()) for axes in of_reference] == [2] * 6
+    kinds, kl = list("abcdef"), {**result.curves, "kl/reference": (0.5,) * 10}
+    grid = [(("loss.kind", kind), ("queue.max_staleness", age)) for kind in kinds for age in (0, 4)]
+    table = Table([replace(result, setting=setting, curves=kl) for setting in grid])
+    looks = [each.look for each in settings_of(table)]
+    assert len({(look["color"], str(look["linestyle"])) for look in looks}) == 12
+    assert len({(look["color"], look["marker"]) for look in looks}) == 12
+    assert len({look["color"] for look in looks}) == 2
+    sweep = SweepConfig(name="s", base="b", seeds=(0,), values={"loss.kind": kinds, "queue.max_staleness": [0, 4]})
+    figure = pictures(table, sweep)["trade_offs"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [each.row for each in settings_of(table)]
+    panels = [axes for axes in figure.axes if "over KL to the reference" in axes.get_title()]
+    columns = [axes.get_title().partition("\n")[2].partition(";")[0] for axes in panels]
+    assert columns == [f"loss.kind = {kind}" for kind in kinds] and [len(axes.get_lines()) for axes in panels] == [2] * 6
 
 
 def test_a_key_with_one_value_among_the_results_takes_no_colour_from_the_others(result: CellResult) -> None:

@@ -90,16 +90,6 @@ def test_more_rows_longer_ones_and_less_efficiency_never_take_less(
         assert at_most(stage(place, rows, tokens), stage(slower, rows, tokens))
 
 
-@given(places, rows, tokens, st.integers(2, 8))
-def test_more_replicas_never_make_inference_slower_and_at_best_divide_it(
-    place: Place, rows: int, tokens: int, times: int
-) -> None:
-    data = place.layout.data * times
-    wider = Place(**{**vars(place), "layout": Layout(**{**vars(place.layout), "data": data})})
-    assert at_most(inference_s(wider, rows, tokens), inference_s(place, rows, tokens))
-    assert inference_s(wider, rows * data * times, tokens) == pytest.approx(inference_s(place, rows * data, tokens))
-
-
 @pytest.mark.parametrize("device", catalogue().values(), ids=catalogue())
 def test_few_rows_wait_for_the_weights_and_many_for_their_arithmetic(device: Device) -> None:
     at, ratio = place(device=device), device.peak_flops / device.memory_bytes_per_s

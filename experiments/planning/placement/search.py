@@ -129,7 +129,7 @@ def settings_of(plan: Plan, roles: Roles) -> dict[str, dict[str, Any]]:
         )
     spec, cluster, engines = roles.spec, roles.spec.cluster, plan.engines
     bound = plan.placement.max_staleness
-    found: dict[str, dict[str, Any]] = {
+    sections: dict[str, dict[str, Any]] = {
         "generation": roles.generation_settings.model_dump(exclude_unset=True, exclude_none=True),
         "engine": {
             "kind": "vllm",
@@ -147,15 +147,15 @@ def settings_of(plan: Plan, roles: Roles) -> dict[str, dict[str, Any]]:
     }
     if plan.placement.colocated:
         share = engines.bytes_per_device / roles.device.memory_bytes
-        found["placement"] |= {"colocate": True, "actor_share": math.ceil(100 * share + 1) / 100}
+        sections["placement"] |= {"colocate": True, "actor_share": math.ceil(100 * share + 1) / 100}
     if spec.models.critic:
         # Older data would fit the critic of `gae` to the policies that sampled them.
-        found["advantage"] = {"kind": "gae" if bound <= 1 else "traced"}
+        sections["advantage"] = {"kind": "gae" if bound <= 1 else "traced"}
     if spec.environment.turns > 1:
-        found["environment"] = {"function": "ENVIRONMENT.py:play", "max_turns": spec.environment.turns}
-    found = {name: section for name, section in found.items() if section}
-    _check(found, roles)
-    return found
+        sections["environment"] = {"function": "ENVIRONMENT.py:play", "max_turns": spec.environment.turns}
+    sections = {name: section for name, section in sections.items() if section}
+    _check(sections, roles)
+    return sections
 
 
 def _host(number: int, roles: Roles) -> dict[str, Any]:
