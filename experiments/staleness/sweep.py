@@ -134,15 +134,7 @@ def run_sweep(
     """
     sweep, cells = load_sweep(path, dict(parse_override(text) for text in overrides))
     wanted = _wanted(sweep, cells, only)
-    all_jobs = [
-        Job(
-            cell=cell,
-            head=f"cell {number}/{len(cells)}: {cell.label}",
-            num_prompts=preflight(cell.config, is_here=ray is None).num_prompts,
-            kept=sweep.kept(cell.config.name),
-        )
-        for number, cell in enumerate(cells, 1)
-    ]
+    all_jobs = _jobs(sweep, cells, is_here=ray is None)
     states = {job.head: job.state() for job in all_jobs}
     place = _cells(ray, jobs, all_jobs)
     mine = [job for job in all_jobs if job.cell in wanted]
@@ -286,6 +278,12 @@ def _run_all(
     with on_signals(take), ThreadPoolExecutor(cells.at_once) as threads:
         ended = dict(zip((job.head for job in jobs), threads.map(run, jobs), strict=True))
     return ended, signals
+
+
+def _jobs(sweep: SweepConfig, cells: Sequence[Cell], *, is_here: bool) -> list[Job]:
+    """is_here: whether they will be run on this machine. Raises ConfigError for a cell that cannot be run."""
+    return [Job(cell, f"cell {number}/{len(cells)}: {cell.label}", preflight(cell.config, is_here=is_here).num_prompts,
+                sweep.kept(cell.config.name)) for number, cell in enumerate(cells, 1)]  # fmt: skip
 
 
 def _cells(ray: str | None, jobs: int | None, all_jobs: Sequence[Job]) -> AbstractContextManager[Cells]:
