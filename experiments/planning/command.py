@@ -35,8 +35,7 @@ def list_devices() -> str:
 
 def calibrate(*, device: str, dtype: str, threads: int) -> str:
     """Sections of a spec, with the device that this machine is."""
-    own = measure(device, dtype, threads, _MEASURED_S).model_dump()
-    return as_toml({"cluster": {"device": "own"}, "cluster.own": own})
+    return as_toml({"cluster": {"device": "own", "own": measure(device, dtype, threads, _MEASURED_S).model_dump()}})
 
 
 def plan(spec: Path | None, from_run: Path | None, *, settings: Path | None, as_json: bool) -> str:

@@ -142,7 +142,7 @@ def _trade_offs(table: Table, settings: Sequence[PlottedSetting], title: str) ->
     """A panel for each quantity that was kept; divergences from the reference have one for each column."""
     goal, columns = target(table), _columns(settings)
     paths = [_known(_over_reference(table, inside, name) for inside in columns) for name in table.scores or [""]]
-    over_samples, *others = (_course(table, settings, spent, goal=goal and goal.value) for spent in SPENT)
+    over_samples, *others = (_course(table, settings, spent, goal=goal.value if goal else None) for spent in SPENT)
     lengths = _course(table, settings, "samples", "Completion length", "mean length [tokens]", "completions/mean_length")
     # of one's own age everything is known: all tokens are effective, and the divergence is the engine's arithmetic
     apart = [_corrections(table), _to_sampler(table, settings)] if table.cells["staleness_max"].any() else []

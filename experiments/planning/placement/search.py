@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import tomli_w
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.planning.placement.roles import Roles
@@ -14,7 +15,7 @@ from async_rlhf.experiments.planning.placement.spec import Spec
 from async_rlhf.experiments.planning.placement.step import Plan, counts, placements, plan_of
 from async_rlhf.launch.placement import Host, place
 from async_rlhf.run.checks.memory import check_memory
-from async_rlhf.run.config import validated
+from async_rlhf.run.config import in_toml, validated
 from async_rlhf.run.config_checks import check
 from async_rlhf.run.hosts.placement import wanted
 
@@ -186,20 +187,5 @@ def _check(settings: Settings, roles: Roles) -> None:
 
 
 def as_toml(settings: Settings) -> str:
-    """Sections in the order they are given; tables within a section are written inline."""
-    lines = []
-    for name, section in settings.items():
-        lines += [f"[{name}]", *(f"{key} = {_written(value)}" for key, value in section.items()), ""]
-    return "\n".join(lines)
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)  # a basic string of TOML has the escapes of JSON
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_written(each)}" for key, each in value.items()) + " }"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_written, value)) + "]"
-    return f"{value}"
+    """Sections of a file, in the order they are given."""
+    return tomli_w.dumps(in_toml(settings))
