@@ -91,11 +91,8 @@ def over_seeds(rows: Sequence[EstimateRow]) -> list[EstimateRow]:
     together: dict[tuple[int, str], list[EstimateRow]] = {}
     for row in rows:
         together.setdefault((row.step, row.estimate), []).append(row)
-    bases: dict[int, list[EstimateRow]] = {}
-    for (step, estimate), own in together.items():
-        if estimate != FRESH:
-            bases.setdefault(step, own)
-    return [_mean(own, bases.get(step, own)) if len(own) > 1 else own[0] for (step, _), own in together.items()]
+    first = next(row.estimate for row in rows if row.estimate != FRESH)
+    return [_mean(runs, together[step, first]) if len(runs) > 1 else runs[0] for (step, _), runs in together.items()]
 
 
 def _mean(rows: Sequence[EstimateRow], base: Sequence[EstimateRow]) -> EstimateRow:
@@ -107,9 +104,8 @@ def _mean(rows: Sequence[EstimateRow], base: Sequence[EstimateRow]) -> EstimateR
         return math.fsum(values) / len(rows)
 
     def differs(values: Sequence[float]) -> Mean:
-        if not all(map(math.isfinite, values)):
-            return Mean(math.nan, math.nan, math.nan, len(values), None)
-        return paired(values, [0.0] * len(values))
+        is_known = all(map(math.isfinite, values))
+        return paired(values, [0.0] * len(values)) if is_known else Mean(math.nan, math.nan, math.nan, len(values), None)
 
     changed: dict[str, Any] = {name: mean(getattr(row, name) for row in rows) for name in ("staleness", "halves", "ceiling")}
     for name in Measures._fields:

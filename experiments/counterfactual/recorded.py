@@ -56,7 +56,11 @@ def recorded(directory: Path, steps: Sequence[int]) -> tuple[RunDir, Config, lis
             f"{str(directory)!r} is still being trained: wait for its end, or stop it (async-rlhf stop {directory})"
         )
     config = run.config()
-    _check_kind(config)
+    if config.advantage.needs_critic:
+        raise ConfigError(
+            f"advantage.kind = {config.advantage.kind!r} needs a critic, whose gradient is none of the policy's; this "
+            "experiment is for estimators without one, group_relative or leave_one_out"
+        )
     checkpoints = {step_of(path): path for path in complete(run.path / "checkpoints")}
     if not checkpoints:
         raise ConfigError(f"{str(directory)!r} has no checkpoint; a run with checkpoint.keep_every = 10 keeps every tenth")
@@ -120,14 +124,6 @@ def plain(loss: LossConfig) -> LossConfig:
     is_own = loss_spec(loss.kind).level == "sequence"
     own = {"kind": loss.kind, **loss.parameters} if is_own else {"kind": "decoupled_ppo"}
     return LossConfig(**kept, **own, is_cap=None, allow_uncorrected=True)
-
-
-def _check_kind(config: Config) -> None:
-    if config.advantage.needs_critic:
-        raise ConfigError(
-            f"advantage.kind = {config.advantage.kind!r} needs a critic, whose gradient is none of the policy's; this "
-            "experiment is for estimators without one, group_relative or leave_one_out"
-        )
 
 
 def _moment(config: Config, step: int, checkpoint: Path, groups: tuple[Group, ...]) -> Moment:

@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
+from pydantic import TypeAdapter, ValidationError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from async_rlhf.buffers.errors import ConfigError
@@ -43,22 +44,24 @@ class Pair:
     rejected: str
 
 
+_PAIR = TypeAdapter(Pair)
+
+
 def read_pairs(path: Path) -> list[Pair]:
     """Raises ConfigError naming the line that holds no pair."""
-    pairs = []
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
         raise ConfigError(f"pairs {str(path)!r} cannot be read: {error}") from error
+    pairs = []
     for number, line in enumerate(lines, 1):
         try:
-            given = json.loads(line)
-            pair = Pair(given["prompt"], given["chosen"], given["rejected"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}, line {number}: no object with 'prompt', 'chosen' and 'rejected': {error!r}") from error
-        if not all(isinstance(text, str) for text in asdict(pair).values()):
-            raise ConfigError(f"{path}, line {number}: 'prompt', 'chosen' and 'rejected' must be texts")
-        pairs.append(pair)
+            pairs.append(_PAIR.validate_json(line))
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise ConfigError(
+                f"{path}, line {number}: no object with the texts 'prompt', 'chosen' and 'rejected': {reason}"
+            ) from error
     if not pairs:
         raise ConfigError(f"pairs {str(path)!r} holds none")
     return pairs

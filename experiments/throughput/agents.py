@@ -15,16 +15,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
+from transformers import AutoTokenizer
 
+from async_rlhf.actors.data.rows import load_rows
+from async_rlhf.actors.engine import Engine, load_engine
+from async_rlhf.actors.loop.context import Environments, RunContext
+from async_rlhf.actors.loop.episodes import Episodes
+from async_rlhf.actors.prompts import Row as Prompt
+from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.experiments.throughput.harness import MODEL, Bench, BenchmarkRow, alternate, cpu_s
-
-if TYPE_CHECKING:
-    from async_rlhf.actors.engine import Engine
-    from async_rlhf.actors.loop.context import Environments, RunContext
-    from async_rlhf.actors.prompts import Row as Prompt
+from async_rlhf.run.config import load
+from async_rlhf.run.processes.evaluation import environments_of
+from async_rlhf.run.processes.roles import run_context
 
 _TURNS, _WAIT_S = 4, 300.0
 _TEMPLATE = """{%- for m in messages %}{{ m.role[0] }}: {{ m.content }}
@@ -78,15 +83,6 @@ def agents(bench: Bench) -> Iterator[BenchmarkRow]:
 @contextmanager
 def _player(sessions: int, name: str) -> Iterator[Callable[[], _Throughput]]:
     """Plays so many episodes, all at once."""
-    from transformers import AutoTokenizer
-
-    from async_rlhf.actors.data.rows import load_rows
-    from async_rlhf.actors.engine import load_engine
-    from async_rlhf.buffers.model_directory import from_pretrained
-    from async_rlhf.run.config import load
-    from async_rlhf.run.processes.evaluation import environments_of
-    from async_rlhf.run.processes.roles import run_context
-
     bell = threading.Event()
     with tempfile.TemporaryDirectory() as directory:
         config = load({"model": str(_chat_model(Path(directory)))}, _settings(Path(directory), sessions, name))
@@ -104,8 +100,6 @@ def _player(sessions: int, name: str) -> Iterator[Callable[[], _Throughput]]:
 def _measured(
     engine: Engine, context: RunContext, environments: Environments, rows: Sequence[Prompt], bell: threading.Event
 ) -> _Throughput:
-    from async_rlhf.actors.loop.episodes import Episodes
-
     episodes = Episodes(engine, context.decode, environments)
     began, cpu = time.perf_counter(), _children_s()
     episodes.begin([(row, number, context.requests(number, 0, row)[2][:1]) for number, row in enumerate(rows)])
