@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from async_rlhf.buffers.record import Group, Rollout
 from async_rlhf.buffers.routing import routers
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.experiments.doctor import families
+from async_rlhf.experiments.throughput.engine import requests_of
 from async_rlhf.experiments.throughput.learner import advantages_of, make_groups
 from async_rlhf.learner.batch.packing import Packing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
@@ -200,10 +202,8 @@ def _speller() -> str:
 
 def _greedy(config: EngineConfig) -> dict[RolloutKey, Completion]:
     """Eight completions of prompts of different lengths."""
-    engine = load_engine(_speller(), config)
-    greedy = Sampling(temperature=0.0)
-    prompts = [tuple(range(5, 9 + 4 * number)) for number in range(8)]
-    return completed(engine, [Request(RolloutKey(number, 0, 0), ids, 16, greedy, number) for number, ids in enumerate(prompts)])
+    prompts = (range(5, 9 + 4 * number) for number in range(8))
+    return completed(load_engine(_speller(), config), requests_of(prompts, repeat(16), Sampling(temperature=0.0)))
 
 
 def _step(device: str, dtype: str) -> dict[str, float]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from async_rlhf.actors.config import EngineConfig
-from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey, completed, load_engine
+from async_rlhf.actors.engine import Completion, Engine, completed, load_engine
 from async_rlhf.api import train
-from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.experiments.doctor import families
+from async_rlhf.experiments.throughput.engine import requests_of
 from async_rlhf.experiments.throughput.harness import Bench
 from async_rlhf.experiments.throughput.weights import beside_generation, weights
 from async_rlhf.run.shipped import model_directory
@@ -187,8 +187,7 @@ def _prompt(number: int) -> list[int]:
 
 
 def _sampled(engine: Engine, rows: int, new: int) -> list[Completion]:
-    requests = [Request(RolloutKey(number, 0, 0), tuple(_prompt(number)), new, Sampling(), number) for number in range(rows)]
-    return list(completed(engine, requests).values())
+    return list(completed(engine, requests_of(map(_prompt, range(rows)), repeat(new))).values())
 
 
 def _free() -> None:

@@ -21,10 +21,11 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,7 @@ from async_rlhf.learner.model.gguf import model_directory
 NUM_PROMPT_TOKENS = 8
 # Of the tiny model.
 LAYERS, WIDTH = 4, 128
+_AS_IS = Sampling()
 # Tokens that a call reads behind what the engine holds.
 _OBSERVED = 16
 # vLLM's processes stop spinning within it.
@@ -72,8 +74,8 @@ def _invariant(bench: Bench) -> Iterator[BenchmarkRow]:
     """The cost of bits that do not depend on the batch: rows of 32 new tokens, and one behind a long prompt."""
     long = bench.size(4096, 128)
     for title, requests in (
-        *((f"invariant, {rows} rows", _requests([8] * rows, 32)) for rows in bench.size((8, 64, 128), (8,))),
-        (f"invariant, prompt of {long}", _requests([long], 1)),
+        *((f"invariant, {rows} rows", requests_of(_drawn(rows, 8), repeat(32))) for rows in bench.size((8, 64, 128), (8,))),
+        (f"invariant, prompt of {long}", requests_of(_drawn(1, long), [1])),
     ):
         if bench.load in title:
             engine_of = partial(
@@ -87,12 +89,10 @@ def _invariant(bench: Bench) -> Iterator[BenchmarkRow]:
             yield beside(title, sides, bench.num_turns(7), "tok/s", tokens)
 
 
-def _requests(prompts: Sequence[int], new: int) -> list[Request]:
-    draw = np.random.default_rng(3)
-    return [
-        Request(RolloutKey(index, 0, 0), tuple(draw.integers(1, 100, length).tolist()), new, Sampling(), index)
-        for index, length in enumerate(prompts)
-    ]
+def requests_of(prompts: Iterable[Sequence[int]], new: Iterable[int], sampling: Sampling = _AS_IS) -> list[Request]:
+    """A request for each prompt, with its number of new tokens and its place as a seed."""
+    work = enumerate(zip(prompts, new, strict=False))
+    return [Request(RolloutKey(n, 0, 0), tuple(prompt), length, sampling, n) for n, (prompt, length) in work]
 
 
 def _first_token_s(engine: Engine, length: int, is_held: bool) -> float:
@@ -141,8 +141,12 @@ class EngineLoad:
 
     @property
     def prompts(self) -> list[list[int]]:
-        drawn: list[list[int]] = np.random.default_rng(1).integers(1, 100, (len(self.lengths), NUM_PROMPT_TOKENS)).tolist()
-        return drawn
+        return _drawn(len(self.lengths), NUM_PROMPT_TOKENS)
+
+
+def _drawn(rows: int, length: int) -> list[list[int]]:
+    prompts: list[list[int]] = np.random.default_rng(1).integers(1, 100, (rows, length)).tolist()
+    return prompts
 
 
 def loads_for(bench: Bench) -> list[EngineLoad]:
@@ -176,9 +180,8 @@ def make_model(model: Path | None, dtype: DType, max_length: int = 512) -> PreTr
 
 
 def run_engine(engine: Engine, load: EngineLoad) -> None:
-    work = enumerate(zip(load.prompts, load.lengths, strict=True))
-    requests = [Request(RolloutKey(n, 0, 0), tuple(prompt), length, Sampling(), n) for n, (prompt, length) in work]
-    assert sum(len(each.token_ids) for each in completed(engine, requests).values()) == sum(load.lengths)
+    ended = completed(engine, requests_of(load.prompts, load.lengths)).values()
+    assert sum(len(completion.token_ids) for completion in ended) == sum(load.lengths)
 
 
 def run_generate(model: PreTrainedModel, load: EngineLoad) -> None:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +26,11 @@ import torch
 
 from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.rows import load_rows
-from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.weights import adopt_weights
-from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.weights.shared import SealedMemory
 from async_rlhf.buffers.weights.weight_set import WeightSet
-from async_rlhf.experiments.throughput.engine import LAYERS, WIDTH, make_model
+from async_rlhf.experiments.throughput.engine import LAYERS, WIDTH, make_model, requests_of
 from async_rlhf.experiments.throughput.harness import Bench, BenchmarkRow, rounded, shown, timed
 from async_rlhf.experiments.throughput.learner import make_groups, ours
 from async_rlhf.experiments.throughput.queue import QueueLoad, run_queue
@@ -104,7 +103,7 @@ def engine_of(prompts: Sequence[int]) -> TorchEngine:
     """One that runs a row behind a prompt of each length, equal ones computed once, and has just computed all of them."""
     engine = TorchEngine(make_model(None, "float32", max(prompts) + 1024), slots=len(prompts), prefill_tokens=1 << 20)
     words = np.random.default_rng(0).integers(1, 100, max(prompts)).tolist()
-    engine.submit([Request(RolloutKey(n, 0, 0), tuple(words[:size]), 1000, Sampling(), n) for n, size in enumerate(prompts)])
+    engine.submit(requests_of((words[:size] for size in prompts), repeat(1000)))
     engine.step()
     return engine
 
