@@ -17,7 +17,7 @@ from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.cli.app import experiment
 from async_rlhf.experiments.reports.command import report
 from async_rlhf.experiments.staleness.archive import keep_sweep, measured, read_sweep
-from async_rlhf.experiments.staleness.cells import CellResult, HeldOut, keep, kept, read_run
+from async_rlhf.experiments.staleness.cells import CellResult, HeldOut, keep, read_run
 from async_rlhf.experiments.staleness.config import SweepConfig
 from async_rlhf.experiments.staleness.report import render, write_csv
 from async_rlhf.run.run_dir import RunDir
@@ -106,13 +106,7 @@ def test_a_published_page_and_its_table_are_what_the_kept_results_give(directory
     assert (tmp_path / "again.csv").read_text() == (directory / "results.csv").read_text()
 
 
-def test_a_sweep_and_a_run_have_an_accuracy_only_where_a_reward_says_what_is_solved(sweep: Path, run: RunDir) -> None:
-    assert "held-out accuracy" not in page_of(sweep)
-    for path in (sweep / "cells").iterdir():
-        found = kept(path)
-        assert found is not None
-        keep(replace(found, held_out_end=replace(found.held_out_end, accuracy=0.5)), path)
-    assert "held-out accuracy, end" in page_of(sweep)
+def test_a_run_has_an_accuracy_only_where_a_reward_says_what_is_solved(run: RunDir) -> None:
     lines = run.read_evaluations()
     run.evaluations.write_text("".join(json.dumps({**line, "rewards": {"exact": 0.0, "brief": 0.8}}) + "\n" for line in lines))
     report(run.path, [].append)
