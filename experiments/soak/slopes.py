@@ -81,7 +81,8 @@ def _blocks(life: Sequence[SlopeSample], warm_up_h: float) -> Array:
     """[blocks, 2]: means of the steps and of the value, of whole blocks behind the warm-up."""
     warm = [(sample.steps, sample.value) for sample in life if sample.hours - life[0].hours >= warm_up_h]
     whole = len(warm) // BLOCK
-    return np.array(warm[: whole * BLOCK], np.float64).reshape(whole, BLOCK, 2).mean(1)
+    means: Array = np.array(warm[: whole * BLOCK], np.float64).reshape(whole, BLOCK, 2).mean(1)
+    return means
 
 
 def _variance(residuals: Sequence[Array], count: int) -> float:

@@ -139,7 +139,8 @@ def test_a_run_is_reported_with_its_numbers_curves_and_ages(run: RunDir) -> None
     page = (run.path / "report.md").read_text()
     assert f"    async-rlhf report {run.path}\n" in page
     assert "12 steps; 192 samples and 1,278 tokens trained on." in page and "its end is not recorded" in page
-    assert "| held-out reward, end | 0.800 |" in page and "| KL to the reference, last quarter [nats a token] | 1.100 |" in page
+    assert "| held-out reward, end | 0.800 |" in page and "| held-out accuracy, end | 0.800 |" in page
+    assert "| KL to the reference, last quarter [nats a token] | 1.100 |" in page
     assert "| 11 to 12 | 192 | 1,278 | 24.0 | 1.000 |" in page, "the last of ten parts"
     assert "| 0 | 360 | 28.2 % |" in page
     drawn = (run.path / "plot.svg").read_text()
