@@ -106,7 +106,7 @@ def test_a_published_page_and_its_table_are_what_the_kept_results_give(directory
     assert (tmp_path / "again.csv").read_text() == (directory / "results.csv").read_text()
 
 
-def test_a_run_has_an_accuracy_only_where_a_reward_says_what_is_solved(run: RunDir) -> None:
+def test_of_several_rewards_none_says_what_a_run_has_solved(run: RunDir) -> None:
     lines = run.read_evaluations()
     run.evaluations.write_text("".join(json.dumps({**line, "rewards": {"exact": 0.0, "brief": 0.8}}) + "\n" for line in lines))
     report(run.path, [].append)
