@@ -13,11 +13,12 @@ import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from markdown_it import MarkdownIt
 
-from async_rlhf.experiments.statistics import Mean
+if TYPE_CHECKING:  # it needs scipy, and the doctor's pages do not
+    from async_rlhf.experiments.statistics import Mean
 
 T = TypeVar("T")
 
@@ -101,7 +102,7 @@ def write_page(
     draw: Callable[[], Mapping[str, Any]],
     say: Callable[[str], None],
 ) -> list[Path]:
-    """report.md, the same as HTML (report.html), and each picture as PNG and SVG. What was written, the pages last.
+    """report.md, the same as HTML (report.html), and each picture as PNG and SVG. Returns the files, the pages last.
 
     render: the Markdown, of the file names of the pictures by their names; draw: matplotlib figures by name. Without matplotlib
     everything but the pictures. Raises OSError.
@@ -121,7 +122,7 @@ def write_page(
     text = render({name: f"{name}.png" for name in drawn})
     markdown, page = directory / "report.md", directory / "report.html"
     markdown.write_text(text, encoding="utf-8")
-    page.write_text(to_html(text, {f"{name}.png": each for name, each in drawn.items()}), encoding="utf-8")
+    page.write_text(to_html(text, {f"{name}.png": picture for name, picture in drawn.items()}), encoding="utf-8")
     return [*(directory / f"{name}.{kind}" for name in drawn for kind in ("png", "svg")), markdown, page]
 
 

@@ -1,6 +1,6 @@
-"""What so many seeds can say: paired intervals, many comparisons at once, power, and the words that an interval carries.
+"""Statistics over seeds: paired intervals, many comparisons at once, power, and the words that an interval carries.
 
-Pure, in numpy. Two settings are compared within a seed, which has the same task, the same initial policy and the same random
+Pure. Two settings are compared within a seed, which has the same task, the same initial policy and the same random
 numbers in both: what seeds have in common leaves the difference. Called by every experiment that has seeds.
 """
 
@@ -9,12 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from statistics import NormalDist
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+from async_rlhf.buffers.errors import ConfigError
+
+try:
+    from scipy.special import stdtr, stdtrit  # Student's t: chance of a value and degrees, and the value of a chance
+except ModuleNotFoundError as error:
+    raise ConfigError("intervals over seeds need scipy: pip install 'async-rlhf[experiments]'") from error
 
 Key = TypeVar("Key")
 Array = npt.NDArray[np.float64]
@@ -41,7 +47,7 @@ class Mean:
 
     @property
     def half_width(self) -> float | None:
-        """Of the interval, where there is one."""
+        """Half of the interval's width, where there is one."""
         return None if self.p is None else (self.high - self.low) / 2
 
     @property
@@ -52,14 +58,14 @@ class Mean:
 
 
 def estimate(values: Iterable[float | None]) -> Mean | None:
-    """Of what was measured, which is neither None nor NaN; None when nothing was."""
+    """The mean of what was measured, which is neither None nor NaN; None when nothing was."""
     numbers = np.array([*values], np.float64)
     known = numbers[~np.isnan(numbers)]
     return paired(known, np.zeros(len(known))) if len(known) else None
 
 
 def paired(after: Sequence[float] | Array, before: Sequence[float] | Array) -> Mean:
-    """Of the means of two settings, by seed: `after[i]` and `before[i]` have the same seed. Raises ValueError where they
+    """The difference of two settings, by seed: `after[i]` and `before[i]` have the same seed. Raises ValueError where they
     cannot.
 
     The t interval and the p of the t test, which is the level of the interval that just touches 0. Not the bootstrap: a mean of
@@ -71,10 +77,19 @@ def paired(after: Sequence[float] | Array, before: Sequence[float] | Array) -> M
             f"{len(after)} and {len(before)} values cannot be paired: as many seeds are needed in both, and at least one"
         )
     gaps = np.asarray(after, np.float64) - np.asarray(before, np.float64)
-    if len(gaps) < MIN_SEEDS:
-        deviation = float(gaps.std(ddof=1)) if len(gaps) > 1 else math.nan
-        return Mean(float(gaps.mean()), float(gaps.min()), float(gaps.max()), len(gaps), None, deviation)
-    return _by_t(gaps)
+    mean, count = float(gaps.mean()), len(gaps)
+    deviation = float(gaps.std(ddof=1)) if count > 1 else math.nan
+    if count < MIN_SEEDS:
+        return Mean(mean, float(gaps.min()), float(gaps.max()), count, None, deviation)
+    error = deviation / math.sqrt(count)
+    half = half_interval(error, count - 1)
+    t = abs(mean) / error if error > 0 else (math.inf if mean else 0.0)
+    return Mean(mean, mean - half, mean + half, count, 2 * float(stdtr(count - 1, -t)), deviation)
+
+
+def half_interval(error: float, degrees: int) -> float:
+    """Half the width of the 95 % t interval of a mean with this standard error."""
+    return float(stdtrit(degrees, 1 - LEVEL / 2)) * error
 
 
 def adjusted(found: Mapping[Key, Mean]) -> dict[Key, Mean]:
@@ -94,7 +109,7 @@ def first_at(x: Array, y: Array, level: float) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Of each comparison the p value that holds when all of them are looked at.
+    """The p value of each comparison that holds when all of them are looked at.
 
     Holm 1979, "A simple sequentially rejective multiple test procedure": the i-th smallest of m is multiplied by m - i + 1, and
     none is below one that was smaller. The chance that any true equality gets a value below a level is at most that level.
@@ -112,7 +127,7 @@ def detectable(deviation: float, count: int, power: float = 0.8) -> float:
     deviation: standard deviation of the paired differences. (t_{1 - level / 2} + t_power) deviation / sqrt(n), which is exact
     up to the difference between a shifted t and a non-central one. count: at least 2.
     """
-    return (t_quantile(1 - LEVEL / 2, count - 1) + t_quantile(power, count - 1)) * deviation / math.sqrt(count)
+    return float(stdtrit(count - 1, 1 - LEVEL / 2) + stdtrit(count - 1, power)) * deviation / math.sqrt(count)
 
 
 def seeds_needed(deviation: float, difference: float, power: float = 0.8) -> int:
@@ -142,40 +157,3 @@ def worded(what: str, base: str, found: Mean, comparisons: int) -> str:
         f"{what} against {base}: {numbers}, no difference shown; differences outside {found.low:+.3f} to {found.high:+.3f} are "
         f"unlikely; {found.count} seeds show one of {seen:.3f} four times in five."
     )
-
-
-@cache
-def t_quantile(chance: float, degrees: int) -> float:
-    """Of Student's t; by bisection, to 1e-12. chance: between 0 and 1."""
-    assert 0 < chance < 1 <= degrees
-    if chance < 0.5:
-        return -t_quantile(1 - chance, degrees)
-    low, high = 0.0, 1.0
-    while t_chance(high, degrees) < chance:
-        low, high = high, 2 * high
-    while high - low > 1e-12 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_chance(middle, degrees) < chance else (low, middle)
-    return (low + high) / 2
-
-
-def t_chance(t: float, degrees: int) -> float:
-    """P(T <= t) of Student's t: the finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4."""
-    angle = math.atan(t / math.sqrt(degrees))
-    cosine, odd = math.cos(angle), degrees % 2
-    term, total = (cosine, 0.0) if odd else (1.0, 0.0)
-    for k in range((degrees - 1) // 2 if odd else degrees // 2):
-        total += term
-        term *= cosine**2 * ((2 * k + 2) / (2 * k + 3) if odd else (2 * k + 1) / (2 * k + 2))
-    within = 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
-    return 0.5 + within / 2
-
-
-def _by_t(gaps: Array) -> Mean:
-    """The 95 % t interval, and p against 0."""
-    mean, deviation, count = float(gaps.mean()), float(gaps.std(ddof=1)), len(gaps)
-    error = deviation / math.sqrt(count)
-    half = t_quantile(1 - LEVEL / 2, count - 1) * error
-    t = abs(mean) / error if error > 0 else (math.inf if mean else 0.0)
-    p = max(0.0, 2 * (1 - t_chance(t, count - 1)))  # the sum may round to above 1
-    return Mean(mean, mean - half, mean + half, count, p, deviation)

@@ -61,6 +61,7 @@ ROOMS = {
     "datasets": ("actors/data/files.py", "experiments/throughput/"),
     "matplotlib": ("async_rlhf/inspect/plot.py", "experiments/"),
     "pandas": ("experiments/staleness/table.py",),
+    "scipy": ("experiments/statistics.py",),
     "markdown_it": ("experiments/page.py",),
     "tensorboard": ("async_rlhf/run/tracking/to_tensorboard.py",),
     "wandb": ("async_rlhf/run/tracking/to_wandb.py",),

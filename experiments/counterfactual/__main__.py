@@ -77,9 +77,9 @@ def main(
         directory = out or runs[0][0].path / "counterfactual"
         directory.mkdir(parents=True, exist_ok=True)
         rows, show = list[EstimateRow](), _shown()
-        for run, own, moments in runs:
+        for run, config, moments in runs:
             for moment in moments:
-                rows += compare(run, own, moment, losses, num_batches, show)
+                rows += compare(run, config, moment, losses, num_batches, show)
                 write_rows(rows, directory / "results.csv")  # a long night that is cut short leaves its whole steps
         (directory / "report.md").write_text(render(over_seeds(rows)))
         typer.echo(str(directory / "report.md"))
@@ -130,12 +130,12 @@ def compare(
         reference = FreshGradients(*gradients.sums(groups, rewards, on_policy, config.groups_per_batch, progress))
         if not reference.total_P.any():
             raise ConfigError(f"{where}: rewards of each fresh group are equal, so the gradient is 0; choose an earlier step")
-        found = dict[str, Measures]()
+        measured = dict[str, Measures]()
         for name in names:
             progress = partial(report, f"{where}: {name}")
             (sum_P,), (divisor,) = gradients.sums(moment.groups, of_stale, losses[name], len(moment.groups), progress)
-            found[name] = reference.measure(sum_P.astype(np.float64) / divisor)
-        made = rows_of(config.seed, moment, count * config.generation.group_size, reference, found)
+            measured[name] = reference.measure(sum_P.astype(np.float64) / divisor)
+        made = rows_of(config.seed, moment, count * config.generation.group_size, reference, measured)
         rows |= {row.estimate: row for row in made if row.estimate not in rows}  # fresh batches of the first reference
     return [rows[name] for name in (FRESH, *losses)]
 

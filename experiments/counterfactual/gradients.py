@@ -65,15 +65,17 @@ class Gradients:
         backend = Controller(self._machine, loss, longest)
         estimates, _ = estimated(groups, rewards, backend, self._config.advantage, loss)
         rows = make_rows(groups, estimates.advantages, estimates.targets)
-        of_group = {each[0].group.number: each for each in by_group(rows)}
+        of_group = {rows_of_group[0].group.number: rows_of_group for rows_of_group in by_group(rows)}
         num_parts = -(-len(groups) // groups_a_part)
         sums_KP, counts_K = np.zeros((num_parts, self.num_parameters), np.float32), np.zeros(num_parts)
         waiting = iter(groups)
         for part in range(num_parts):
-            own: list[BatchRow] = [row for group in islice(waiting, groups_a_part) for row in of_group.get(group.number, [])]
-            if own:  # else no completion of these groups is learned from
-                counts_K[part] = denominator(loss, count(own), longest)
-                sums_KP[part] = backend.gradient(own, self._step).cpu().numpy() * counts_K[part]
+            rows_of_part: list[BatchRow] = [
+                row for group in islice(waiting, groups_a_part) for row in of_group.get(group.number, [])
+            ]
+            if rows_of_part:  # else no completion of these groups is learned from
+                counts_K[part] = denominator(loss, count(rows_of_part), longest)
+                sums_KP[part] = backend.gradient(rows_of_part, self._step).cpu().numpy() * counts_K[part]
             progress(min(len(groups), (part + 1) * groups_a_part), len(groups))
         if not counts_K.any():
             raise ConfigError(f"step {self._step}: no completion of {len(groups)} groups is learned from; choose another step")
@@ -81,6 +83,6 @@ class Gradients:
 
 
 def rewards_of(config: Config, groups: Sequence[Group], statistics: Statistics) -> list[list[float | None]]:
-    """Of each member of each group, by the run's composition; None where a score failed. statistics: as they are, not moved."""
+    """The reward of each member of each group, by the run's composition; None where one failed. statistics are not moved."""
     rule = config.rewards.composition
     return [[rule.of(group.columns).reward(rollout.scores, statistics) for rollout in group.rollouts] for group in groups]

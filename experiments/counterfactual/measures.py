@@ -27,7 +27,7 @@ Array = npt.NDArray[np.float64]
 
 
 class Measures(NamedTuple):
-    """Of a gradient, beside the reference. share: not a number where the halves of the reference have no common direction."""
+    """A gradient beside the reference. share: not a number where the halves of the reference have no common direction."""
 
     cosine: float
     norm_ratio: float
@@ -56,7 +56,7 @@ class FreshGradients:
         return self._beside(self.total_P / self.counts_M.sum(), gradient_P)
 
     def fresh_batches(self) -> list[Measures]:
-        """Of every fresh batch against the rest of the reference: what a correction that undoes all staleness reaches on
+        """Every fresh batch beside the rest of the reference: a correction that undoes all staleness reaches as much on
         average. The rest is smaller than the whole by that batch."""
         total = self.counts_M.sum()
         return [

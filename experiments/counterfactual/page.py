@@ -1,4 +1,4 @@
-"""What was measured, as rows and as a page whose sentences are worded by intervals.
+"""The results, as rows and as a page whose sentences are worded by intervals.
 
 Of three runs or more, which differ in nothing but their seed, means are shown with 95 % intervals over seeds: what one batch
 says and another would not is in them. One run has values, and no interval.
@@ -25,7 +25,7 @@ FRESH = "fresh batch"
 
 
 class CorrectionInterval(NamedTuple):
-    """Of a correction: its value, and over seeds its 95 % interval. Of a fresh batch: the mean over fresh batches, and where
+    """The value of a correction, and over seeds its 95 % interval; for a fresh batch the mean over fresh batches, and where
     nine in ten of them lie (of several runs, the means of their ends). Ends that are not known are not numbers."""
 
     value: float
@@ -64,8 +64,8 @@ class EstimateRow:
 def rows_of(
     seed: int, moment: Moment, completions: int, reference: FreshGradients, corrections: Mapping[str, Measures]
 ) -> list[EstimateRow]:
-    """Of one reference: the yardstick, which is what batches as large as the stale one reach when they are fresh, and what the
-    stale batch gives by each correction."""
+    """The rows of one reference: fresh batches as large as the stale one, which are the yardstick, and the stale batch by each
+    correction."""
     halves, batches = reference.halves[0], reference.fresh_batches()
 
     def row(name: str, measures: Iterable[CorrectionInterval], fresh_below: float | None = None) -> EstimateRow:
@@ -76,8 +76,9 @@ def rows_of(
     low, high = np.quantile(batches, [0.05, 0.95], axis=0)
     fresh = (CorrectionInterval(*map(float, each)) for each in zip(np.mean(batches, 0), low, high, strict=True))
     rows = [row(FRESH, fresh)]
-    for name, found in corrections.items():
-        rows.append(row(name, map(CorrectionInterval, found), float(np.mean([each.cosine < found.cosine for each in batches]))))
+    for name, measures in corrections.items():
+        below = float(np.mean([batch.cosine < measures.cosine for batch in batches]))
+        rows.append(row(name, map(CorrectionInterval, measures), below))
     return rows
 
 
@@ -90,11 +91,8 @@ def over_seeds(rows: Sequence[EstimateRow]) -> list[EstimateRow]:
     together: dict[tuple[int, str], list[EstimateRow]] = {}
     for row in rows:
         together.setdefault((row.step, row.estimate), []).append(row)
-    bases: dict[int, list[EstimateRow]] = {}
-    for (step, estimate), own in together.items():
-        if estimate != FRESH:
-            bases.setdefault(step, own)
-    return [_mean(own, bases.get(step, own)) if len(own) > 1 else own[0] for (step, _), own in together.items()]
+    first = next(row.estimate for row in rows if row.estimate != FRESH)
+    return [_mean(runs, together[step, first]) if len(runs) > 1 else runs[0] for (step, _), runs in together.items()]
 
 
 def _mean(rows: Sequence[EstimateRow], base: Sequence[EstimateRow]) -> EstimateRow:
@@ -106,9 +104,8 @@ def _mean(rows: Sequence[EstimateRow], base: Sequence[EstimateRow]) -> EstimateR
         return math.fsum(values) / len(rows)
 
     def differs(values: Sequence[float]) -> Mean:
-        if not all(map(math.isfinite, values)):
-            return Mean(math.nan, math.nan, math.nan, len(values), None)
-        return paired(values, [0.0] * len(values))
+        is_known = all(map(math.isfinite, values))
+        return paired(values, [0.0] * len(values)) if is_known else Mean(math.nan, math.nan, math.nan, len(values), None)
 
     changed: dict[str, Any] = {name: mean(getattr(row, name) for row in rows) for name in ("staleness", "halves", "ceiling")}
     for name in Measures._fields:
@@ -126,7 +123,7 @@ def _mean(rows: Sequence[EstimateRow], base: Sequence[EstimateRow]) -> EstimateR
 
 
 def shortfall(completions: int) -> str:
-    """What is said of a reference that is too small; empty for one that is not."""
+    """The warning about a reference that is too small; empty for one that is not."""
     if completions >= ENOUGH:
         return ""
     return f"only {completions} fresh completions, {ENOUGH} are advised: the ceiling is low and the reference rough"
@@ -149,7 +146,7 @@ def write_rows(rows: Sequence[EstimateRow], path: Path) -> None:
 
 
 def _command(rows: Sequence[EstimateRow]) -> str:
-    """What makes these rows, of runs that are not named here."""
+    """The command that makes these rows, of runs that are not named here."""
     steps = " ".join(f"--step {step}" for step in dict.fromkeys(row.step for row in rows))
     runs = "RUN" if rows[0].runs == 1 else f"RUN-1 ... RUN-{rows[0].runs}"
     return f"python -m async_rlhf.experiments.counterfactual {runs} {steps} --completions {rows[0].completions}"
@@ -169,7 +166,7 @@ def render(rows: Sequence[EstimateRow]) -> str:
 
 
 def sentences(rows: Sequence[EstimateRow]) -> list[str]:
-    """Of each correction, whether its cosine differs from that of the one it is compared with, and whether its share differs
+    """Sentences that say of each correction whether its cosine differs from that of the first, and whether its share differs
     from 1; after Holm over all of these. Corrections that gave the same gradient are one comparison, not several."""
     same_gradient = alike(rows)
     firsts = [row for row in rows if row in [same[0] for same in same_gradient]]
@@ -178,8 +175,8 @@ def sentences(rows: Sequence[EstimateRow]) -> list[str]:
         *((row, "cosine", base, row.difference) for row in firsts),
         *((row, "share", "1, that of an unbiased estimate", row.bias) for row in firsts),
     ]
-    known = [(row, what, base, found) for row, what, base, found in asked if found is not None and math.isfinite(found.mean)]
-    judged = adjusted(dict(enumerate(found for *_, found in known)))
+    known = [(row, what, base, over) for row, what, base, over in asked if over is not None and math.isfinite(over.mean)]
+    judged = adjusted(dict(enumerate(interval for *_, interval in known)))
     return [
         *(
             f"Step {first.step}: {', '.join(row.estimate for row in others)} gave the gradient of {first.estimate}."

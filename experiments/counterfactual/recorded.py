@@ -36,7 +36,7 @@ class Moment:
     checkpoint: Path
     groups: tuple[Group, ...]
     statistics: Statistics
-    """What normalises rewards, as it was when this batch was trained on."""
+    """The normalisation of rewards, as it was when this batch was trained on."""
 
     @property
     def staleness(self) -> tuple[float, int]:
@@ -57,7 +57,11 @@ def recorded(directory: Path, steps: Sequence[int]) -> tuple[RunDir, Config, lis
             f"{str(directory)!r} is still being trained: wait for its end, or stop it (async-rlhf stop {directory})"
         )
     config = run.config()
-    _check_kind(config)
+    if config.advantage.needs_critic:
+        raise ConfigError(
+            f"advantage.kind = {config.advantage.kind!r} needs a critic, whose gradient is none of the policy's; this "
+            "experiment is for estimators without one, group_relative or leave_one_out"
+        )
     checkpoints = {step_of(path): path for path in complete(run.path / "checkpoints")}
     if not checkpoints:
         raise ConfigError(f"{str(directory)!r} has no checkpoint; a run with checkpoint.keep_every = 10 keeps every tenth")
@@ -78,8 +82,8 @@ def recorded(directory: Path, steps: Sequence[int]) -> tuple[RunDir, Config, lis
 
 
 def several(directories: Sequence[Path], steps: Sequence[int]) -> list[tuple[RunDir, Config, list[Moment]]]:
-    """Of each run as `recorded`, at the steps that all of them have. Raises ConfigError as `recorded` does, for two runs, which
-    have no interval, and for runs that differ in more than their seed or do not differ in it."""
+    """Runs as `recorded` gives them, at the steps that all of them have. Raises ConfigError as `recorded` does, for two runs,
+    which have no interval, and for runs that differ in more than their seed or do not differ in it."""
     if 1 < len(directories) < MIN_SEEDS:
         raise ConfigError(f"{len(directories)} runs have no interval over seeds; give one, or at least {MIN_SEEDS}")
     found = [recorded(directory, steps) for directory in directories]
@@ -121,14 +125,6 @@ def plain(loss: LossConfig) -> LossConfig:
     is_own = loss_spec(loss.kind).level == "sequence"
     own = {"kind": loss.kind, **loss.parameters} if is_own else {"kind": "decoupled_ppo"}
     return LossConfig(**kept, **own, is_cap=None, allow_uncorrected=True)
-
-
-def _check_kind(config: Config) -> None:
-    if config.advantage.needs_critic:
-        raise ConfigError(
-            f"advantage.kind = {config.advantage.kind!r} needs a critic, whose gradient is none of the policy's; this "
-            "experiment is for estimators without one, group_relative or leave_one_out"
-        )
 
 
 def _moment(config: Config, step: int, checkpoint: Path, groups: tuple[Group, ...]) -> Moment:

@@ -1,1 +1,1 @@
-"""What this machine can do, and whether the parts of the system get their numbers right on its devices."""
+"""The doctor: facts of this machine, and checks that the parts of the system get their numbers right on its devices."""

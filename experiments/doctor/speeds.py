@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from async_rlhf.actors.config import EngineConfig
-from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey, completed, load_engine
+from async_rlhf.actors.engine import Completion, Engine, completed, load_engine
 from async_rlhf.api import train
-from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.experiments.doctor import families
+from async_rlhf.experiments.throughput.engine import requests_of
 from async_rlhf.experiments.throughput.harness import Bench
 from async_rlhf.experiments.throughput.weights import beside_generation, weights
 from async_rlhf.run.shipped import model_directory
@@ -116,7 +116,7 @@ def decoding(place: MeasuredPlace) -> Iterator[Speed]:
             engine, new = load_engine(str(place.model), config), 16 if place.small else 128
             _sampled(engine, rows, new)
             began = time.perf_counter()
-            speed = sum(len(each.token_ids) for each in _sampled(engine, rows, new)) / (time.perf_counter() - began)
+            speed = sum(len(completion.token_ids) for completion in _sampled(engine, rows, new)) / (time.perf_counter() - began)
             share = f"; reads weights at {speed * num_bytes / 1e9 / copied:.0%} of the copy" if rows == 1 else ""
             name = f"decoding, {rows} rows" + (", recorded" if graphs else "")
             yield Speed(name, speed, "tokens/s", f"{num_bytes / 2e9:.2f} B parameters, prompts of {_PROMPT}, {new} new{share}")
@@ -125,7 +125,7 @@ def decoding(place: MeasuredPlace) -> Iterator[Speed]:
 
 
 def types(place: MeasuredPlace) -> Iterator[Speed]:
-    """What bfloat16 changes: log-probabilities that the engine gave its own samples, beside a pass in float32."""
+    """The error of bfloat16: log-probabilities that the engine gave its own samples, beside a pass in float32."""
     config = EngineConfig(device=place.device, dtype="bfloat16", slots=8, batch_invariant=False)
     engine = load_engine(str(place.model), config)
     ended = _sampled(engine, 8, 64)
@@ -134,16 +134,16 @@ def types(place: MeasuredPlace) -> Iterator[Speed]:
         AutoModelForCausalLM.from_pretrained(place.model, dtype=torch.float32, trust_remote_code=False).to(place.device).eval()
     )
     differences = []
-    for each in ended:
-        sampled = each.token_ids.tolist()
+    for completion in ended:
+        sampled = completion.token_ids.tolist()
         with torch.inference_mode():
-            plain = families.plain_logprobs(model, _prompt(each.key.group), sampled).cpu()
-        differences.append(torch.tensor(each.logprobs.tolist()) - plain)
-    found = torch.cat(differences)
+            plain = families.plain_logprobs(model, _prompt(completion.key.group), sampled).cpu()
+        differences.append(torch.tensor(completion.logprobs.tolist()) - plain)
+    errors = torch.cat(differences)
     del model
     _free()
-    detail = f"{found.numel()} sampled tokens; largest {found.abs().max():.2g}, mean {found.mean():+.2g}"
-    yield Speed("bfloat16 against float32", float(found.abs().mean()), "nats a token", detail)
+    detail = f"{errors.numel()} sampled tokens; largest {errors.abs().max():.2g}, mean {errors.mean():+.2g}"
+    yield Speed("bfloat16 against float32", float(errors.abs().mean()), "nats a token", detail)
 
 
 def publication(place: MeasuredPlace) -> Iterator[Speed]:
@@ -171,9 +171,8 @@ def whole_run(place: MeasuredPlace) -> Iterator[Speed]:
     }  # fmt: skip
     records = train("quick", quiet=True, overrides=overrides).metrics
     settled = records[2:]
-    of = {
-        name: statistics.median(each[name] for each in settled) for name in ("tokens_per_second", "step_time", "idle/learner")
-    }
+    names = ("tokens_per_second", "step_time", "idle/learner")
+    of = {name: statistics.median(record[name] for record in settled) for name in names}
     held_s = records[-1]["broadcast/seconds"]
     completions = f"{loads['learner.batch_size']} completions of {loads['generation.max_completion_length']} a step"
     detail = f"{completions} of {of['step_time']:.2f} s; learner idle {of['idle/learner']:.0%}, held {held_s:.3f} s to publish"
@@ -188,8 +187,7 @@ def _prompt(number: int) -> list[int]:
 
 
 def _sampled(engine: Engine, rows: int, new: int) -> list[Completion]:
-    requests = [Request(RolloutKey(number, 0, 0), tuple(_prompt(number)), new, Sampling(), number) for number in range(rows)]
-    return list(completed(engine, requests).values())
+    return list(completed(engine, requests_of(map(_prompt, range(rows)), repeat(new))).values())
 
 
 def _free() -> None:

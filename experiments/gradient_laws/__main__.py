@@ -66,67 +66,48 @@ DISTILLED: Sequence[Case] = (
 )
 
 
-@dataclass(frozen=True)
-class Measured:
-    """bias: |E g - g*| / |g*|; cosine of E g and g*; spread: sqrt(trace Cov g) / |g*| of the gradient of one completion."""
+def measure(case: Case, current: Tensor, behaviour: Tensor, reward: Tensor, staleness: int) -> tuple[float, float]:
+    """Bias |E g - g*| / |g*|, and spread sqrt(trace Cov g) / |g*| of the gradient of one completion.
 
-    bias: float
-    cosine: float
-    spread: float
-
-
-def measure(case: Case, current: Tensor, behaviour: Tensor, reward: Tensor, staleness: int) -> Measured:
-    """Exact, by summing over all completions with behaviour's probabilities; the advantage is reward minus behaviour's mean."""
+    Exact, by summing over all completions with behaviour's probabilities; the advantage is reward minus behaviour's mean.
+    """
     weights = policy.probabilities(behaviour)
     inputs = policy.inputs_for(current, behaviour, reward - (weights * reward).sum(), staleness)
     if case.config.second_moment is not None:
         inputs = _with_second_moment(inputs, case.config.second_moment)
     if case.config.is_normalised:
         inputs = _normalised(inputs, case.config, weights)
-    found = policy.gradients(inputs, case.config, current) / case.scale
-    mean = (weights[:, None] * found).sum(0)
+    mean, spread = _moments(policy.gradients(inputs, case.config, current) / case.scale, weights)
     exact = policy.exact_gradient(current, reward)
-    size = float(exact.norm())
-    variance = float((weights * (found - mean).square().sum(1)).sum())
-    return Measured(
-        bias=float((mean - exact).norm()) / size,
-        cosine=float(torch.nn.functional.cosine_similarity(mean, exact, dim=0)),
-        spread=math.sqrt(variance) / size,
-    )
+    return float((mean - exact).norm() / exact.norm()), spread / float(exact.norm())
 
 
-def measure_all() -> tuple[Mapping[str, Mapping[int, Measured]], Mapping[int, float]]:
-    """Every case at every staleness, and the divergence KL(current | behaviour) reached there, in nats."""
-    reward, behaviour = policy.rewards(), policy.initial()
-    currents = {steps: policy.later(behaviour, reward, steps) for steps in STALENESS}
-    found = {case.name: {n: measure(case, now, behaviour, reward, n) for n, now in currents.items()} for case in CASES}
-    return found, {n: _divergence(now, behaviour) for n, now in currents.items()}
+def _moments(gradients: Tensor, weights: Tensor) -> tuple[Tensor, float]:
+    """Mean of the gradients [Y, P] under these probabilities [Y], and the square root of their covariance's trace."""
+    mean = (weights[:, None] * gradients).sum(0)
+    return mean, math.sqrt(float((weights * (gradients - mean).square().sum(1)).sum()))
 
 
 def distilled(case: Case, current: Tensor, behaviour: Tensor, teacher: Tensor) -> tuple[float, float, float]:
     """Bias against the exact descent of the divergence from the teacher, behind the prefixes that the policy writes and behind
     those of the data; and the spread of one completion, in units of the former."""
     weights = policy.probabilities(behaviour)
-    inputs = policy.inputs_for(
-        current,
-        behaviour,
-        torch.zeros(policy.Y, dtype=torch.float64),
-        0,
-        teacher,
-        case.config.parameters.get("top_k", policy.V),
-    )
-    found = policy.gradients(inputs, case.config, current)
-    mean = (weights[:, None] * found).sum(0)
+    nothing, top_k = torch.zeros(policy.Y, dtype=torch.float64), case.config.parameters.get("top_k", policy.V)
+    inputs = policy.inputs_for(current, behaviour, nothing, 0, teacher, top_k)
+    mean, spread = _moments(policy.gradients(inputs, case.config, current), weights)
     own, old = (policy.towards(current, teacher, by, forward=case.config.kind == "forward_kl") for by in (current, behaviour))
-    spread = math.sqrt(float((weights * (found - mean).square().sum(1)).sum()))
     return float((mean - own).norm() / own.norm()), float((mean - old).norm() / old.norm()), spread / float(own.norm())
 
 
 def markdown() -> str:
-    """The table of `docs/learner.md`: bias and spread at each staleness."""
-    found, divergences = measure_all()
-    cells = {name: [f"{m.bias:.2f} / {m.spread:.1f}" for m in each.values()] for name, each in found.items()}
-    return _table("loss and correction", cells, divergences)
+    """The table of `docs/learner.md`: bias and spread at each staleness, and the divergence KL(current | behaviour) there."""
+    reward, behaviour = policy.rewards(), policy.initial()
+    currents = {steps: policy.later(behaviour, reward, steps) for steps in STALENESS}
+    cells = dict[str, list[str]]()
+    for case in CASES:
+        measured = [measure(case, current, behaviour, reward, steps) for steps, current in currents.items()]
+        cells[case.name] = [f"{bias:.2f} / {spread:.1f}" for bias, spread in measured]
+    return _table("loss and correction", cells, {steps: _divergence(now, behaviour) for steps, now in currents.items()})
 
 
 def markdown_of_distillation() -> str:

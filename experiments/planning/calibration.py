@@ -1,5 +1,5 @@
-"""What a machine and a finished run reached: the peaks of a device, the shares of them for a plan, and what the run would do
-with another bound of staleness.
+"""The speeds that a machine and a finished run reached: the peaks of a device, the shares of them for a plan, and the run's
+speed with another bound of staleness.
 
 A run's times are means of its metrics, and of the spans of its actors' adoptions. What roles that shared cores took from each
 other is in them, so they predict runs on the same hardware.
@@ -82,11 +82,11 @@ def times_of_run(run: RunDir) -> RunTimes:
     def mean(value: Callable[[Mapping[str, Any]], float]) -> float:
         return statistics.fmean(map(value, steady))
 
-    rows, step_s, actors = config.learner.batch_size, mean(lambda each: each["step_time"]), max(1, round(steady[-1]["actors"]))
-    tokens = max(1.0, mean(lambda each: each["num_tokens"]))
-    decoding_s = max(mean(lambda each: each["step_time"] * (1 - each["idle/actor"])), 1e-9)
+    rows, step_s, actors = config.learner.batch_size, mean(lambda step: step["step_time"]), max(1, round(steady[-1]["actors"]))
+    tokens = max(1.0, mean(lambda step: step["num_tokens"]))
+    decoding_s = max(mean(lambda step: step["step_time"] * (1 - step["idle/actor"])), 1e-9)
     # Little's law: rows that an actor holds; those beyond its slots wait.
-    held = rows * mean(lambda each: each[f"stages/{GENERATION}/seconds"] or 0.0) / decoding_s / actors
+    held = rows * mean(lambda step: step[f"stages/{GENERATION}/seconds"] or 0.0) / decoding_s / actors
     alive = max(1.0, min(config.engine.slots, held))
     score_s = mean(_score_s)
     adoptions = list(_adoptions(run))
@@ -97,13 +97,13 @@ def times_of_run(run: RunDir) -> RunTimes:
         slots=config.engine.slots,
         rows=rows,
         mean_length=tokens / rows,
-        longest=max(1.0, mean(lambda each: each["completions/max_length"])),
+        longest=max(1.0, mean(lambda step: step["completions/max_length"])),
         step_s=step_s,
-        learner_idle=mean(lambda each: each["idle/learner"] * each["step_time"]) / step_s,
-        train_s=mean(lambda each: each["step_time"] * (1 - each["idle/learner"]) - each["broadcast/seconds"]),
+        learner_idle=mean(lambda step: step["idle/learner"] * step["step_time"]) / step_s,
+        train_s=mean(lambda step: step["step_time"] * (1 - step["idle/learner"]) - step["broadcast/seconds"]),
         alive=alive,
         decode_s=alive * actors * decoding_s / tokens,
-        copy_s=mean(lambda each: each["broadcast/seconds"]),
+        copy_s=mean(lambda step: step["broadcast/seconds"]),
         travel_s=_travel_s(records, adoptions),
         adopt_s=statistics.median([ended - began for _, began, ended in adoptions] or [0.0]),
         score_s=score_s,

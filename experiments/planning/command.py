@@ -9,21 +9,22 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from async_rlhf.buffers.errors import ConfigError
-
-if TYPE_CHECKING:
-    from async_rlhf.experiments.planning.calibration import WhatIf
-    from async_rlhf.experiments.planning.placement.search import Found
-    from async_rlhf.experiments.planning.placement.step import Plan, Seconds, StepTime
+from async_rlhf.buffers.files import write_whole
+from async_rlhf.experiments.planning.calibration import WhatIf, measure, reached, times_of_run, what_if
+from async_rlhf.experiments.planning.model.stages import catalogue
+from async_rlhf.experiments.planning.placement.search import Found, as_toml, search
+from async_rlhf.experiments.planning.placement.spec import read
+from async_rlhf.experiments.planning.placement.step import Plan, Seconds, StepTime
+from async_rlhf.run.run_dir import RunDir
+from async_rlhf.run.shipped import named_file, plans
 
 _MEASURED_S = 2.0  # for each of three peaks
 
 
 def list_devices() -> str:
-    from async_rlhf.experiments.planning.model.stages import catalogue
-
     return "\n".join(
         f"{name:10} {device.peak_flops / 1e12:6.0f} TFLOP/s {device.memory_bytes / 1e9:4.0f} GB "
         f"{device.memory_bytes_per_s / 1e9:5.0f} GB/s, link {device.link_bytes_per_s / 1e9:4.0f} GB/s, network "
@@ -34,11 +35,7 @@ def list_devices() -> str:
 
 def calibrate(*, device: str, dtype: str, threads: int) -> str:
     """Sections of a spec, with the device that this machine is."""
-    from async_rlhf.experiments.planning.calibration import measure
-    from async_rlhf.experiments.planning.placement.search import as_toml
-
-    own = measure(device, dtype, threads, _MEASURED_S).model_dump()
-    return as_toml({"cluster": {"device": "own"}, "cluster.own": own})
+    return as_toml({"cluster": {"device": "own", "own": measure(device, dtype, threads, _MEASURED_S).model_dump()}})
 
 
 def plan(spec: Path | None, from_run: Path | None, *, settings: Path | None, as_json: bool) -> str:
@@ -51,34 +48,18 @@ def plan(spec: Path | None, from_run: Path | None, *, settings: Path | None, as_
         raise ConfigError(f"--settings {str(settings)!r}: its folder does not exist")
     if spec is None:
         assert from_run is not None
-        return _what_if(from_run, as_json=as_json)
-    from async_rlhf.buffers.files import write_whole
-    from async_rlhf.experiments.planning.placement.search import as_toml, search
-    from async_rlhf.experiments.planning.placement.spec import read
-    from async_rlhf.run.shipped import named_file, plans
-
+        speeds = what_if(times_of_run(RunDir.existing(from_run)))
+        return json.dumps(what_if_as_json(speeds), indent=1) if as_json else "\n".join(what_if_lines(speeds))
     question = read(named_file("plan", spec, plans()))
     if from_run is not None:
-        from async_rlhf.experiments.planning.calibration import reached, times_of_run
-        from async_rlhf.run.run_dir import RunDir
-
         run = RunDir.existing(from_run)
         question = question.model_copy(update={"efficiency": reached(question, run.config(), times_of_run(run))})
-    found = search(question)
+    planned = search(question)
     if settings is not None:
-        if not found.settings:
-            raise ConfigError(f"no settings to write: {found.refusal}")
-        write_whole(settings, as_toml(found.settings).encode())
-    return json.dumps(plan_as_json(found), indent=1) if as_json else "\n".join(plan_lines(found))
-
-
-def _what_if(path: Path, *, as_json: bool) -> str:
-    """What a run would do with other bounds."""
-    from async_rlhf.experiments.planning.calibration import times_of_run, what_if
-    from async_rlhf.run.run_dir import RunDir
-
-    found = what_if(times_of_run(RunDir.existing(path)))
-    return json.dumps(what_if_as_json(found), indent=1) if as_json else "\n".join(what_if_lines(found))
+        if not planned.settings:
+            raise ConfigError(f"no settings to write: {planned.refusal}")
+        write_whole(settings, as_toml(planned.settings).encode())
+    return json.dumps(plan_as_json(planned), indent=1) if as_json else "\n".join(plan_lines(planned))
 
 
 # -- what is printed of a plan -------------------------------------------------------------------------------------------
@@ -86,8 +67,6 @@ def _what_if(path: Path, *, as_json: bool) -> str:
 
 def plan_lines(found: Found) -> Iterator[str]:
     """For a terminal: the question, the plan, speed against staleness, and settings for `train`."""
-    from async_rlhf.experiments.planning.placement.search import as_toml
-
     yield from _question(found)
     share = found.roles.spec.search.memory_share
     yield f"{found.tried} placements looked at, {found.fitting} fit into {share:.0%} of the memory"
@@ -184,15 +163,15 @@ def _as_json(plan: Plan) -> dict[str, Any]:
 
 def what_if_lines(found: WhatIf) -> Iterator[str]:
     """For a terminal."""
-    run, own = found.run, found.run.bound.max_staleness
+    run, own_bound = found.run, found.run.bound.max_staleness
     yield (
-        f"{run.steps} steps of {run.rows} completions by {run.actors} actor(s), max_staleness {own}: "
+        f"{run.steps} steps of {run.rows} completions by {run.actors} actor(s), max_staleness {own_bound}: "
         f"{run.samples_per_s:.4g} samples/s, the learner waited for {run.learner_idle:.0%} of its time"
     )
     made_s = run.step_s / found.factor
     yield f"a step took {run.step_s:.3g} s, its stages make {made_s:.3g} s: below, what bounds it is times {found.factor:.2f}"
     for bound, step in found.by_bound.items():
-        this = " (this run)" if bound == own else ""
+        this = " (this run)" if bound == own_bound else ""
         yield f"  max_staleness {bound:<3} {found.samples_per_s(step):8.4g} samples/s, bound by {step.bound_by.name}{this}"
     more = found.with_another_actor
     speed = found.samples_per_s(more)

@@ -31,7 +31,7 @@ _LEDGER = ("credited", "trained", "queued", "in_flight", "leased", "stale", "fil
 
 
 def report(directory: Path, say: Callable[[str], None]) -> list[Path]:
-    """What was written: tables and pictures, then report.md and report.html.
+    """The files that were written: tables and pictures, then report.md and report.html.
 
     directory: of a sweep's results (with cells/*.json), or of one run, which may live. Raises ConfigError for any other, for a
     run without a step, and where nothing can be written; DamagedError.
@@ -47,7 +47,7 @@ def report(directory: Path, say: Callable[[str], None]) -> list[Path]:
 
 
 def _write_run(run: RunDir, say: Callable[[str], None]) -> list[Path]:
-    """What was written, the pages last. Raises ConfigError for a run without a step, OSError."""
+    """The files that were written, the pages last. Raises ConfigError for a run without a step, OSError."""
     table = Table([read_run(run)])
     command, end = shlex.join(["async-rlhf", "report", str(run.path)]), run.end()
     how = "it lives" if run.is_alive() else "it was killed, or its end is not recorded" if end is None else end.reason

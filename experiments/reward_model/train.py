@@ -23,10 +23,12 @@ from typing import Annotated, Any, Literal
 
 import torch
 import typer
+from pydantic import TypeAdapter, ValidationError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.throughput.judges import similarity
+from async_rlhf.experiments.warm_start.make_model import WarmStart, descend
 from async_rlhf.experiments.warm_start.speller import HABITS, INSTRUCTION, load_words
 
 _BINS = 10
@@ -35,29 +37,31 @@ BASE = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-spelle
 
 @dataclass(frozen=True)
 class Pair:
-    """Of two completions of `prompt`, `chosen` was preferred."""
+    """Two completions of `prompt`, of which `chosen` was preferred."""
 
     prompt: str
     chosen: str
     rejected: str
 
 
+_PAIR = TypeAdapter(Pair)
+
+
 def read_pairs(path: Path) -> list[Pair]:
     """Raises ConfigError naming the line that holds no pair."""
-    pairs = []
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
         raise ConfigError(f"pairs {str(path)!r} cannot be read: {error}") from error
+    pairs = []
     for number, line in enumerate(lines, 1):
         try:
-            given = json.loads(line)
-            pair = Pair(given["prompt"], given["chosen"], given["rejected"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path}, line {number}: no object with 'prompt', 'chosen' and 'rejected': {error!r}") from error
-        if not all(isinstance(text, str) for text in asdict(pair).values()):
-            raise ConfigError(f"{path}, line {number}: 'prompt', 'chosen' and 'rejected' must be texts")
-        pairs.append(pair)
+            pairs.append(_PAIR.validate_json(line))
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise ConfigError(
+                f"{path}, line {number}: no object with the texts 'prompt', 'chosen' and 'rejected': {reason}"
+            ) from error
     if not pairs:
         raise ConfigError(f"pairs {str(path)!r} holds none")
     return pairs
@@ -116,7 +120,7 @@ class Training:
     """Share of the prompts that are only measured on."""
     threads: int = 1
     saved: Literal["float32", "bfloat16"] = "float32"
-    """What the weights are rounded to before they are measured and saved."""
+    """The type that the weights are rounded to before they are measured and saved."""
 
 
 @dataclass(frozen=True)
@@ -180,25 +184,23 @@ def train(
     )
     model.config.pad_token_id = tokenizer.pad_token_id
     before = quality(margins(model, tokenizer, held_out))
-    updates = config.epochs * -(-len(training) // config.batch)
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=config.weight_decay)
-    model.train()
-    for update, batch in enumerate(_batches(training, config, random)):
-        for group in optimizer.param_groups:
-            group["lr"] = _rate(config, update, updates)
-        chosen, rejected = scores(model, tokenizer, batch).chunk(2)
-        loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean() + config.centre * (chosen + rejected).square().mean()
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if (update + 1) % 20 == 0 or update + 1 == updates:
-            tell(f"update {update + 1} of {updates}: loss {loss.item():.4f}")
+    batches = _batches(training, config, random)
+
+    def loss_of(update: int) -> torch.Tensor:
+        chosen, rejected = scores(model, tokenizer, batches[update]).chunk(2)
+        pull = config.centre * (chosen + rejected).square().mean()
+        return -torch.nn.functional.logsigmoid(chosen - rejected).mean() + pull
+
+    rate, decay, warmup = config.learning_rate, config.weight_decay, max(1, len(batches) // 10)
+    schedule = WarmStart(updates=len(batches), learning_rate=rate, warmup=warmup, weight_decay=decay)
+    for done, loss in descend(model, schedule, loss_of, betas=(0.9, 0.999)):
+        if done % 20 == 0 or done == len(batches):
+            tell(f"update {done} of {len(batches)}: loss {loss:.4f}")
     saved = getattr(torch, config.saved)
-    found = margins(model.to(saved).float(), tokenizer, held_out)
+    after = margins(model.to(saved).float(), tokenizer, held_out)
     model.to(saved).save_pretrained(out)
     tokenizer.save_pretrained(out)
-    return TrainedReward(before, quality(found), _agreement(held_out, found, gold), len(training))
+    return TrainedReward(before, quality(after), _agreement(held_out, after, gold), len(training))
 
 
 def scores(model: Any, tokenizer: Any, pairs: Sequence[Pair]) -> torch.Tensor:
@@ -228,13 +230,8 @@ def _batches(pairs: Sequence[Pair], config: Training, random: Random) -> list[li
     return batches
 
 
-def _rate(config: Training, update: int, updates: int) -> float:
-    rising = min(1.0, (update + 1) / max(1, updates // 10))
-    return config.learning_rate * rising * 0.5 * (1 + math.cos(math.pi * update / updates))
-
-
 def _agreement(pairs: Sequence[Pair], found: Sequence[float], gold: Callable[[str, str], float] | None) -> float | None:
-    """Of the pairs that the gold reward tells apart, the share that the model puts in the gold's order."""
+    """The share of the pairs that the gold reward tells apart which the model puts in the gold's order."""
     if gold is None:
         return None
     true = [gold(pair.prompt, pair.chosen) - gold(pair.prompt, pair.rejected) for pair in pairs]
@@ -257,10 +254,10 @@ def main(
     config = Training(seed=seed, epochs=epochs, saved="bfloat16" if half else "float32")
     trained = train(given, out, config, model, gold, lambda line: typer.echo(line, err=True))
     (out / "quality.json").write_text(json.dumps(asdict(trained), indent=1) + "\n")
-    for name, found in (("before", trained.before), ("after", trained.after)):
+    for name, measured in (("before", trained.before), ("after", trained.after)):
         typer.echo(
-            f"{name:<6} accuracy {found.accuracy:.3f}, loss {found.loss:.3f} nats, "
-            f"calibration error {found.calibration_error:.3f} ({found.num_pairs} held-out pairs)"
+            f"{name:<6} accuracy {measured.accuracy:.3f}, loss {measured.loss:.3f} nats, "
+            f"calibration error {measured.calibration_error:.3f} ({measured.num_pairs} held-out pairs)"
         )
     if trained.gold is not None:
         typer.echo(f"in the gold reward's order: {trained.gold:.3f}")

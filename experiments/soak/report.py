@@ -1,4 +1,4 @@
-"""What a soak found: slopes with verdicts, what was done to the run, what its books say; as a page, and samples."""
+"""The report of a soak: slopes with verdicts, what was done to the run, what its books say; as a page, and samples."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def write(plan: SoakPlan, seen: SoakSeen, books: Books, out: Path) -> bool:
     well."""
     rows, grows = [("process", "measure", "last", "per 1,000 steps (95 %)", "verdict")], False
     for (process, measure), samples in sorted(seen.samples.items()):
-        found = slope(samples, warm_up_h=min(_WARM_UP_S, plan.seconds / 4) / 3600)
-        verdict = "too short" if found is None else found.verdict(LIMIT)
-        shown = "" if found is None else f"{found.mean:+.3g} ({found.low:+.3g} to {found.high:+.3g})"
+        growth = slope(samples, warm_up_h=min(_WARM_UP_S, plan.seconds / 4) / 3600)
+        verdict = "too short" if growth is None else growth.verdict(LIMIT)
+        shown = "" if growth is None else f"{growth.mean:+.3g} ({growth.low:+.3g} to {growth.high:+.3g})"
         rows.append((process, measure, f"{samples[-1].value:.4g} {MEASURES[measure]}".rstrip(), shown, verdict))
         grows = grows or verdict == "grows"
     kept = ", ".join(f"{part} {seen.parts[part] / max(1, books.steps):.0f}" for part in GROWING if part in seen.parts)
@@ -46,5 +46,5 @@ def write(plan: SoakPlan, seen: SoakSeen, books: Books, out: Path) -> bool:
     (out / "report.md").write_text("\n\n".join(page) + "\n")
     with (out / "samples.jsonl").open("w") as file:
         for (process, measure), samples in seen.samples.items():
-            file.writelines(json.dumps({"process": process, "measure": measure, **asdict(each)}) + "\n" for each in samples)
+            file.writelines(json.dumps({"process": process, "measure": measure, **asdict(sample)}) + "\n" for sample in samples)
     return seen.exit_code == 0 and not books.wrong and not grows

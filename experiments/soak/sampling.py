@@ -1,4 +1,4 @@
-"""What a run holds at a moment: memory, descriptors and threads of each of its processes, files and bytes of its directory.
+"""Measures of a run at a moment: memory, descriptors and threads of each of its processes, files and bytes of its directory.
 
 A process is named by its role. Processes that a role starts (reward workers) are counted with it, as `ROLE's processes`, all in
 one. Memory is what ends with the process (USS): pages that it shares with others would count several times.
@@ -24,7 +24,7 @@ MIB = 1 << 20
 GROWING = ("metrics.jsonl", "data", "changes.jsonl", "evaluations.jsonl", "quarantine.jsonl")
 """Parts of a run directory that keep everything by design: a line a step, a row, a change, an evaluation."""
 MEASURES = {"memory": "MiB", "descriptors": "", "threads": "", "disk": "MiB", "files": "", "processes": ""}
-"""What is measured, and its unit."""
+"""The measures, and the unit of each."""
 
 
 @contextmanager

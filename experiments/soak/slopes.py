@@ -15,11 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 
 import numpy as np
 
-from async_rlhf.experiments.statistics import LEVEL, Array, t_quantile
+from async_rlhf.experiments.statistics import Array, half_interval
 
 BLOCK = 10
 """Samples whose mean is one point."""
@@ -62,41 +62,35 @@ def slope(samples: Iterable[SlopeSample], *, warm_up_h: float) -> Slope | None:
 
     samples: in the order of time. warm_up_h: what is left out of each life, in hours.
     """
-    moved: list[Array] = []
-    grown: list[Array] = []
-    for _, life in groupby(sorted(samples, key=lambda each: each.life), key=lambda each: each.life):
-        points = _blocks([*life], warm_up_h)
-        if len(points) > 1:
-            steps = np.array([(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(points)])
-            moved.append(steps[:, 0])
-            grown.append(steps[:, 1])
-    count = sum(map(len, moved))
-    whole = sum(float(each.sum()) for each in moved)
-    if count < MIN_DIFFERENCES or whole <= 0:
+    by_life = groupby(sorted(samples, key=lambda sample: sample.life), key=lambda sample: sample.life)
+    blocks = [_blocks([*life], warm_up_h) for _, life in by_life]
+    moves = [np.diff(means, axis=0) for means in blocks if len(means) > 1]
+    count = sum(map(len, moves))
+    if count < MIN_DIFFERENCES:
         return None
-    mean = sum(float(each.sum()) for each in grown) / whole
-    residuals = [y - mean * x for x, y in zip(moved, grown, strict=True)]
-    error = math.sqrt(_variance(residuals, count) * count / (count - 1)) / whole
-    half = t_quantile(1 - LEVEL / 2, count - 1) * error
-    return Slope(mean, mean - half, mean + half, count, len(moved))
+    steps, growth = map(float, np.concatenate(moves).sum(0))
+    if steps <= 0:
+        return None
+    mean = growth / steps
+    residuals = [moved[:, 1] - mean * moved[:, 0] for moved in moves]
+    half = half_interval(math.sqrt(_variance(residuals, count) * count / (count - 1)) / steps, count - 1)
+    return Slope(mean, mean - half, mean + half, count, len(moves))
 
 
-def _blocks(life: Sequence[SlopeSample], warm_up_h: float) -> list[tuple[float, float]]:
-    """Means of the steps and of the value, of whole blocks behind the warm-up."""
-    warm = [each for each in life if each.hours - life[0].hours >= warm_up_h]
-    found = []
-    for begin in range(0, len(warm) - BLOCK + 1, BLOCK):
-        part = warm[begin : begin + BLOCK]
-        found.append((sum(each.steps for each in part) / BLOCK, sum(each.value for each in part) / BLOCK))
-    return found
+def _blocks(life: Sequence[SlopeSample], warm_up_h: float) -> Array:
+    """[blocks, 2]: means of the steps and of the value, of whole blocks behind the warm-up."""
+    warm = [(sample.steps, sample.value) for sample in life if sample.hours - life[0].hours >= warm_up_h]
+    whole = len(warm) // BLOCK
+    means: Array = np.array(warm[: whole * BLOCK], np.float64).reshape(whole, BLOCK, 2).mean(1)
+    return means
 
 
 def _variance(residuals: Sequence[Array], count: int) -> float:
-    """Of the sum of all residuals; those of two lives are independent."""
+    """Variance of the sum of all residuals; those of two lives are independent."""
     lags = int(4 * (count / 100) ** (2 / 9))
     total = 0.0
-    for each in residuals:
-        total += float(each @ each)
-        for lag in range(1, min(lags, len(each) - 1) + 1):
-            total += 2 * (1 - lag / (lags + 1)) * float(each[lag:] @ each[:-lag])
+    for life in residuals:
+        total += float(life @ life)
+        for lag in range(1, min(lags, len(life) - 1) + 1):
+            total += 2 * (1 - lag / (lags + 1)) * float(life[lag:] @ life[:-lag])
     return max(total, 0.0)

@@ -70,7 +70,7 @@ class SoakPlan:
 
 @dataclass
 class SoakSeen:
-    """What was seen from beside the run. samples: by process and measure. exit_code: None where the run had to be killed."""
+    """The observations from beside the run. samples: by process and measure. exit_code: None where the run had to be killed."""
 
     samples: dict[tuple[str, str], list[SlopeSample]] = field(default_factory=dict)
     parts: Mapping[str, int] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class SoakSeen:
 
 
 def configuration(out: Path) -> Config:
-    """Of the run, whose directory is OUT/run and whose spool OUT/spool."""
+    """The configuration of the run, whose directory is OUT/run and whose spool OUT/spool."""
     exam = out / "exam.jsonl"
     exam.write_text("".join(json.dumps({"prompt": str(n), "answer": str(n)}) + "\n" for n in range(4)))
     return load(
@@ -227,7 +227,7 @@ def viewers(address: str, num_viewers: int, views: Counter[str]) -> Iterator[Non
 
 @dataclass(frozen=True)
 class Books:
-    """What a run that has ended says it did. wrong: what should not be; empty is good. changes: that took effect."""
+    """The account of a run that has ended. wrong: what should not be; empty is good. changes: that took effect."""
 
     steps: int
     rows: int

@@ -73,8 +73,8 @@ def holds_cells(directory: Path) -> bool:
 def read_sweep(directory: Path) -> Archive:
     """The sweep in its results' directory, from what is kept there alone. Raises ConfigError where no cell or no `sweep.json`
     is, DamagedError."""
-    found = [result for path in sorted((directory / "cells").glob("*.json")) if (result := kept(path)) is not None]
-    if not found:
+    kept_results = [result for path in sorted((directory / "cells").glob("*.json")) if (result := kept(path)) is not None]
+    if not kept_results:
         raise ConfigError(f"{str(directory)!r} has no finished cell of a sweep (cells/*.json)")
     path = directory / "sweep.json"
     if not path.exists():
@@ -83,7 +83,7 @@ def read_sweep(directory: Path) -> Archive:
         )
     about = _read(path)
     sweep = about.sweep
-    cells = {shown((*result.setting, ("seed", result.seed))): result for result in found}
+    cells = {shown((*result.setting, ("seed", result.seed))): result for result in kept_results}
     # seed first, then the grid, as `load_sweep` orders cells
     grid = itertools.product(*([(axis, value) for value, _ in levels] for axis, levels in sweep.levels.items()))
     wanted = [shown((*setting, ("seed", seed))) for seed, setting in itertools.product(sweep.seeds, list(grid))]
@@ -94,7 +94,7 @@ def read_sweep(directory: Path) -> Archive:
 
 
 def measured(directory: str | Path) -> Table:
-    """Of a sweep's results or of a run, in its directory. Raises ConfigError for any other; DamagedError."""
+    """The table of a sweep's results or of a run, in its directory. Raises ConfigError for any other; DamagedError."""
     path = Path(directory)
     return read_sweep(path).table if holds_cells(path) else Table([read_run(RunDir.existing(path))])
 

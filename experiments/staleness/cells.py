@@ -1,4 +1,4 @@
-"""What a run measured: one `CellResult`, from its directory, or from the file that is kept of it.
+"""The measurements of a run: one `CellResult`, from its directory, or from the file that is kept of it.
 
 Starts and draws nothing, and needs no pandas. Called by `sweep`, `archive` and `table`.
 """
@@ -60,7 +60,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class CellResult:
-    """What is kept of one run; `table` makes its numbers of it. Means are over steps."""
+    """The kept measurements of one run; `table` makes its numbers of them. Means are over steps."""
 
     cell: str
     setting: tuple[tuple[str, Any], ...]
@@ -88,9 +88,9 @@ class CellResult:
     """Estimate of KL(sampler || learner) per token, in nats."""
     ledger_closes: bool
     fingerprint: str
-    """Of the configuration without the swept keys, seed and place."""
+    """Fingerprint of the configuration without the swept keys, seed and place."""
     whole: str
-    """Of the configuration with them, but without how the run was watched."""
+    """Fingerprint of the configuration with them, but without how the run was watched."""
     settings: Mapping[str, Any]
     """That configuration: keys that have another value than their default."""
     code: tuple[str, ...]
@@ -127,7 +127,7 @@ def read_cell(cell: Cell) -> CellResult:
 
 
 def read_run(directory: RunDir, setting: Setting | None = None, swept: Iterable[str] = ()) -> CellResult:
-    """What a run measured, wherever its directory was moved. setting, swept: of the cell that it is, if it is one. Raises
+    """The measurements of a run, wherever its directory was moved. setting, swept: of the cell that it is, if it is one. Raises
     ConfigError when it has no step."""
     config, metrics = directory.config(), directory.read_metrics()
     if not metrics:
@@ -244,6 +244,6 @@ def _made_by(path: Path) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are known."""
+    """Mean of those that are known."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None

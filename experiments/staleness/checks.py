@@ -1,4 +1,4 @@
-"""What must hold of a sweep, or of one run, for its figures to mean anything.
+"""Checks that must hold of a sweep, or of one run, for its figures to mean anything.
 
 Pure. Called by `report` and by the report of a run.
 """
@@ -45,7 +45,7 @@ def checks(table: Table) -> list[SweepCheck]:
 
 
 def _same_files(results: Sequence[CellResult]) -> list[SweepCheck]:
-    """Of `CellResult.files`, where there are any."""
+    """The check of `CellResult.files`, where there are any."""
     digests: dict[str, set[str]] = {}
     for file, found in (item for result in results for item in result.files.items()):
         digests.setdefault(file, set()).update(found)
@@ -55,7 +55,7 @@ def _same_files(results: Sequence[CellResult]) -> list[SweepCheck]:
 
 
 def checks_of_each(results: Sequence[CellResult]) -> list[SweepCheck]:
-    """What must hold of every run on its own."""
+    """The checks of every run on its own."""
     on_policy = [result for result in results if result.bound == 0]
     exact = [result for result in results if result.exact]
     over = [f"{r.cell}: {r.staleness_max} > {r.bound}" for r in results if r.staleness_max > r.bound]

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -76,7 +76,7 @@ class SweepConfig(Section):
 
     @property
     def results_dir(self) -> Path:
-        """Of a loaded sweep."""
+        """The directory of a loaded sweep's results."""
         return Path(self.results) if self.results else self.directory
 
     def kept(self, name: str) -> Path:
@@ -85,7 +85,7 @@ class SweepConfig(Section):
 
     @property
     def question(self) -> str:
-        """What the sweep is made to answer."""
+        """The question that the sweep answers."""
         *others, last = self.levels
         return f"What do {', '.join(others)} and {last} do to learning?" if others else f"What does {last} do to learning?"
 
@@ -158,7 +158,7 @@ def _sweep(path: Path, given: Mapping[str, Any]) -> SweepConfig:
 
 
 def _check(sweep: SweepConfig, path: Path) -> None:
-    """What no single field can see. Raises ConfigError."""
+    """Check the fields against each other. Raises ConfigError."""
     where = f"sweep {str(path)!r}"
     if not sweep.values and not sweep.axes:
         raise ConfigError(f"{where} has no axis; give [sweep.values] or [sweep.axes.NAME]")
@@ -200,10 +200,10 @@ def _is_parameter(key: str, levels: Iterable[Mapping[str, Any]]) -> bool:
 
 def _cells(sweep: SweepConfig, base: Path) -> list[Cell]:
     combined = list(itertools.product(*sweep.levels.values()))
-    cells: dict[str, Cell] = {}
+    cells, by_settings = dict[str, Cell](), dict[str, Cell]()
     for seed, levels in itertools.product(sweep.seeds, combined):
         setting = {axis: value for axis, (value, _) in zip(sweep.levels, levels, strict=True)}
-        name = "_".join(_word(f"{key}-{value}") for key, value in {**setting, "seed": seed}.items())
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", "_".join(f"{key}-{value}" for key, value in {**setting, "seed": seed}.items()))
         own = {"name": name, "output_dir": str(sweep.directory), "seed": seed}
         try:
             keys = {key: value for _, keys in levels for key, value in keys.items()}
@@ -212,20 +212,14 @@ def _cells(sweep: SweepConfig, base: Path) -> list[Cell]:
             raise ConfigError(f"the cell with {shown((*setting.items(), ('seed', seed)))}: {error}") from error
         if name in cells:
             raise ConfigError(f"two cells would share the directory {name!r}; give values that differ in letters or digits")
-        cells[name] = Cell(config, setting, sweep.swept if sweep.samples is None else sweep.swept | {"max_steps"})
-    _check_different(list(cells.values()))
-    return list(cells.values())
-
-
-def _check_different(cells: Sequence[Cell]) -> None:
-    """Raises ConfigError where two cells are one run under two names."""
-    found: dict[str, Cell] = {}
-    for cell in cells:
-        same = found.setdefault(cell.config.model_copy(update={"name": ""}).model_dump_json(), cell)
+        cell = Cell(config, setting, sweep.swept if sweep.samples is None else sweep.swept | {"max_steps"})
+        same = by_settings.setdefault(config.model_copy(update={"name": ""}).model_dump_json(), cell)
         if same is not cell:
             raise ConfigError(
                 f"the cells with {same.label} and with {cell.label} have the same configuration; leave out one of the two"
             )
+        cells[name] = cell
+    return list(cells.values())
 
 
 def _config(base: Path, keys: Setting, sweep: SweepConfig) -> Config:
@@ -255,8 +249,3 @@ def _comparable(config: Config, base: Path) -> Config:
             "that are all there and come in their order"
         )
     return config
-
-
-def _word(text: str) -> str:
-    """`text` with every character a run's name may not have replaced by a dash."""
-    return re.sub(r"[^A-Za-z0-9._-]", "-", text)

@@ -76,7 +76,7 @@ class CellOnNode(Progress):
         return _OUTCOME.dump_json(problem or self._here.run(self._job, self))
 
     def _missing(self) -> str:
-        """What this node misses to run the cell."""
+        """Why this node cannot run the cell; empty where it can."""
         try:
             found = contents([self._job.cell.config])
         except (AsyncRLHFError, OSError) as error:
@@ -134,7 +134,9 @@ class Nodes:
     def __init__(self, at_most: int | None, jobs: Sequence[Job]) -> None:
         self._signals, self._free = 0, SimpleQueue[str]()
         self._needed = ("CPU", "GPU") if any(on_cuda(job.cell.config) for job in jobs) else ("CPU",)
-        self._nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"] and self._fits(node["Resources"])}
+        living = [node for node in ray.nodes() if node["Alive"]]
+        fits = (node for node in living if all(node["Resources"].get(kind, 0) >= 1 for kind in self._needed))
+        self._nodes = {node["NodeID"]: node for node in fits}
         if not self._nodes:
             raise ConfigError(f"--ray: no node of the cluster has a {' and a '.join(self._needed)} for a cell")
         self._expected = contents([job.cell.config for job in jobs], is_here=False)
@@ -204,9 +206,6 @@ class Nodes:
             return None
         finally:
             ray.kill(actor)
-
-    def _fits(self, resources: dict[str, float]) -> bool:
-        return all(resources.get(each, 0) >= 1 for each in self._needed)
 
     def _claim(self, node: str) -> dict[str, Any]:
         """Ray's options of what is to have this node alone."""

@@ -1,7 +1,7 @@
-"""What came of each setting: differences of any number within a seed, numbers at equal time and divergence, a target's cost.
+"""The outcomes of each setting: differences of any number within a seed, numbers at equal time and divergence, a target's cost.
 
 Pure. The first setting of a sweep is the reference of `compared`; `contrasts` compares settings that differ in one key. A
-number is a series by run. Called by `measures`, `report` and `plot`.
+number is a series by run. Called by `report` and `plot`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from async_rlhf.experiments.staleness.table import SMOOTHED, Frame, Series, Tabl
 from async_rlhf.experiments.statistics import Mean, adjusted, estimate, first_at, paired
 
 TARGET_SHARE = 0.9
-"""Of the way from the first step's reward to the last quarter's."""
+"""Share of the way from the first step's reward to the last quarter's."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def path(table: Table, name: str) -> Frame:
 
 
 def _least(table: Table, axis: str, number: Series) -> Series:
-    """Of each run, among those that differ from it only in this axis."""
+    """The least number, for each run, among those that differ from it only in this axis."""
     # as text, for a swept value may be a list
     others = [table.cells[each].map(str) for each in ("seed", *table.axes) if each != axis]
     return number.groupby(others).transform("min")

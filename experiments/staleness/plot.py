@@ -8,8 +8,7 @@ which no cell kept a number are left out. Needs matplotlib (the extra `experimen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -35,7 +34,6 @@ _LOOKS: tuple[tuple[Any, str], ...] = (
 )  # fmt: skip
 _FINEST_SCALE = 0.1
 """The least width of an axis of held-out rewards: chance among a few hundred prompts is no more than this."""
-_CURVE = "line: mean of the seeds\nband: lowest to highest"
 _LEGEND_COLUMNS = 4
 _MOST_TICKS = 5
 # What learning is drawn over: the title of a panel alone, and its axis.
@@ -48,8 +46,7 @@ _COSTS = {"samples": "completions trained on", "tokens": "tokens trained on", "s
 _MARK = {"linestyle": "", "markersize": 5, "alpha": 0.85}
 
 
-@dataclass(frozen=True)
-class PlottedSetting:
+class PlottedSetting(NamedTuple):
     """The runs of one setting: the column and the name of their curve, the name of their row, and their look in the words of
     matplotlib's `plot`: colour, and the dashes and the marker that tell it from others of that colour."""
 
@@ -60,10 +57,9 @@ class PlottedSetting:
     look: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class _Panel:
-    """lines: points (`x`, `y`) of each, and its look. finish: sets limits of its axes and writes into them, when the lines of
-    its block are drawn."""
+class _Panel(NamedTuple):
+    """One diagram. lines: points (`x`, `y`) of each, and its look. finish: sets limits of its axes and writes into them, when
+    the lines of its block are drawn."""
 
     title: str
     xlabel: str
@@ -73,8 +69,7 @@ class _Panel:
     grid: str = "both"
 
 
-@dataclass(frozen=True)
-class _Block:
+class _Block(NamedTuple):
     """Panels side by side, in as many rows as they need. height: of a row, in inches. shared: they have the same axes (`xy`),
     the same y (`y`), or the same y and in a row the same x (`row`)."""
 
@@ -83,13 +78,9 @@ class _Block:
     height: float
     shared: str = ""
 
-    @property
-    def rows(self) -> int:
-        return -(-len(self.panels) // self.columns)
-
 
 def pictures(table: Table, sweep: SweepConfig, command: str = "") -> dict[str, Figure]:
-    """By the names of their files. Above each the question, what was run, and the command that made it."""
+    """The figures by the names of their files. Above each the question, what was run, and the command that made it."""
     seeds = f"{len(sweep.seeds)} seed{'s' if len(sweep.seeds) > 1 else ''}"
     budget = f"{table.cells['trained_samples'][0]:,} samples trained on per run"
     title = "\n".join([sweep.question, f"{sweep.name}: {sweep.grid}; {seeds}, {budget}", *([command] if command else [])])
@@ -116,9 +107,8 @@ def settings_of(table: Table) -> list[PlottedSetting]:
         if not by_column and number % 2 and len(given) > _MOST_SOLID:
             style = "--"
         look = {"color": colours[curves[label]], "linestyle": style, "marker": marker}
-        settings.append(
-            PlottedSetting(runs, columns[label], curves[label].replace(", ", "\n"), label.replace(", ", "\n"), look)
-        )
+        curve, row = (name.replace(", ", "\n") for name in (curves[label], label))
+        settings.append(PlottedSetting(runs, columns[label], curve, row, look))
     return settings
 
 
@@ -127,8 +117,7 @@ def _colours(values: Sequence[Any]) -> list[Any]:
     if any(isinstance(value, str) for value in values) and len(values) <= len(COLOURS):
         return list(COLOURS[: len(values)])
     # The yellow end of the scale is not readable on white.
-    scale = matplotlib.colormaps["viridis"].resampled(256)
-    return [scale(0.8 * i / max(1, len(values) - 1)) for i in range(len(values))]
+    return [matplotlib.colormaps["viridis"].resampled(256)(0.8 * i / max(1, len(values) - 1)) for i in range(len(values))]
 
 
 def _results(table: Table, settings: Sequence[PlottedSetting], title: str) -> Figure:
@@ -137,36 +126,35 @@ def _results(table: Table, settings: Sequence[PlottedSetting], title: str) -> Fi
     is_one = len(columns) == 1
     legend_lines = sum(1 + curve.count("\n") for curve in {setting.curve for setting in settings})
     learning, row = max(4.0 if is_one else 6.0, 1.2 + 0.2 * legend_lines), 0.2 + 0.16 * len(table.axes)
-    panels = [_learning(table, inside, what, is_one) for what in _PLACES for inside in columns]
+    panels = [_learning(table, inside, over, is_one) for over in _PLACES for inside in columns]
     blocks = [
         _Block(panels, 2, learning, "y") if is_one else _Block(panels, len(columns), learning / 2, "row"),
         _Block([_outcome(table, settings), _ages(table, settings)], 2, 1.3 + row * len(settings), "y"),
     ]
     figure, parts = _draw(blocks, max(13.0, 3.4 * len(columns)), title)
     names = {line.get_label(): line for axes in parts[0].axes for line in axes.lines}
-    above = _CURVE if max(table.seeds) > 1 else None
+    above = "line: mean of the seeds\nband: lowest to highest" if max(table.seeds) > 1 else None
     parts[0].legend(names.values(), names, loc="outside right upper", frameon=False, title=above, alignment="left")
     return figure
 
 
 def _trade_offs(table: Table, settings: Sequence[PlottedSetting], title: str) -> Figure:
     """A panel for each quantity that was kept; divergences from the reference have one for each column."""
-    value = None if (goal := target(table)) is None else goal.value
-    columns = _columns(settings)
+    goal, columns = target(table), _columns(settings)
     paths = [_known(_over_reference(table, inside, name) for inside in columns) for name in table.scores or [""]]
-    over_samples, *others = (_course(table, settings, what, goal=value) for what in SPENT)
+    over_samples, *others = (_course(table, settings, spent, goal=goal.value if goal else None) for spent in SPENT)
     lengths = _course(table, settings, "samples", "Completion length", "mean length [tokens]", "completions/mean_length")
     # of one's own age everything is known: all tokens are effective, and the divergence is the engine's arithmetic
     apart = [_corrections(table), _to_sampler(table, settings)] if table.cells["staleness_max"].any() else []
     # one panel is there of runs without rewards too
     panels = [over_samples, *_known([*others, lengths, *apart])]
     if len(columns) == 1:
-        panels, paths = [*panels, *(panel for each in paths for panel in each)], []
-    costs = [] if value is None else _known(_cost(table, settings, what, value) for what in ("samples", "seconds"))
+        panels, paths = [*panels, *(panel for along in paths for panel in along)], []
+    costs = _known(_cost(table, settings, spent, goal.value) for spent in ("samples", "seconds")) if goal else []
     row = 0.1 + 0.11 * (1 + settings[0].row.count("\n"))
     blocks = [
         _Block(panels, 2 if len(panels) == 4 else 3, 3.7),
-        *(_Block(each, min(3, len(each)), 3.7, "xy") for each in paths if each),
+        *(_Block(along, min(3, len(along)), 3.7, "xy") for along in paths if along),
         *([_Block(costs, 2, 1.3 + row * len(settings), "y")] if costs else []),
     ]
     below = 0.18 * -(-sum(1 + setting.row.count("\n") for setting in settings) // _LEGEND_COLUMNS)
@@ -187,12 +175,13 @@ def _known(panels: Iterable[_Panel]) -> list[_Panel]:
 
 def _draw(blocks: Sequence[_Block], width: float, title: str, below: float = 0.0) -> tuple[Figure, list[Any]]:
     """The figure, and the part of each block. below: inches for a legend."""
-    heights = [block.height * block.rows for block in blocks]
+    rows = [-(-len(block.panels) // block.columns) for block in blocks]
+    heights = [block.height * count for block, count in zip(blocks, rows, strict=True)]
     figure = Figure(figsize=(width, sum(heights) + below + 1.0), dpi=110, layout="constrained")
     parts: Any = figure.subfigures(len(blocks), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for part, block in zip(parts, blocks, strict=True):
+    for part, block, count in zip(parts, blocks, rows, strict=True):
         sharex: Any = {"xy": True, "row": "row"}.get(block.shared, False)
-        places = part.subplots(block.rows, block.columns, squeeze=False, sharex=sharex, sharey=bool(block.shared)).ravel()
+        places = part.subplots(count, block.columns, squeeze=False, sharex=sharex, sharey=bool(block.shared)).ravel()
         for spare in places[len(block.panels) :]:
             spare.remove()
         for panel, axes in zip(block.panels, places, strict=False):
@@ -213,10 +202,10 @@ def _draw(blocks: Sequence[_Block], width: float, title: str, below: float = 0.0
     return figure, list(parts)
 
 
-def _learning(table: Table, settings: Sequence[PlottedSetting], what: str, is_one: bool) -> _Panel:
+def _learning(table: Table, settings: Sequence[PlottedSetting], over: str, is_one: bool) -> _Panel:
     """Reward of each step: mean over seeds, and the range of the seeds as a band; over the step, or over the seconds that it
     ended after, mean over seeds. is_one: there is no other column."""
-    both = table.steps.assign(step=table.steps.index.get_level_values("step"))[[what, "reward"]]
+    both = table.steps.assign(step=table.steps.index.get_level_values("step"))[[over, "reward"]]
     styles = ["--" if i % 2 and len(settings) > _MOST_SOLID else "-" for i in range(len(settings))]
     lines = [(_means(both, each.runs), {"color": each.look["color"], "linestyle": style, "label": each.curve})
              for each, style in zip(settings, styles, strict=True)]  # fmt: skip
@@ -225,10 +214,10 @@ def _learning(table: Table, settings: Sequence[PlottedSetting], what: str, is_on
         for points, look in lines:
             axes.fill_between(points["x"], points["low"], points["high"], color=look["color"], alpha=0.13, linewidth=0)
         axes.set_xlim(left=0)
-        axes.xaxis.set_major_locator(MaxNLocator(_MOST_TICKS, integer=what == "step"))
+        axes.xaxis.set_major_locator(MaxNLocator(_MOST_TICKS, integer=over == "step"))
 
-    alone, label = _PLACES[what]
-    words = alone if is_one else settings[0].column if what == "step" else ""
+    alone, label = _PLACES[over]
+    words = alone if is_one else settings[0].column if over == "step" else ""
     return _Panel(words, label, "mean reward of the batch", lines, finish, "y")
 
 
@@ -238,22 +227,21 @@ def _outcome(table: Table, settings: Sequence[PlottedSetting]) -> _Panel:
     def finish(axes: Any) -> None:
         for row, setting in enumerate(settings):
             ends, colour = table.cells["held_out_reward_end"][setting.runs].dropna(), setting.look["color"]
-            if (found := estimate(ends)) is None:
+            if (end := estimate(ends)) is None:
                 axes.annotate("not measured", (0.5, row), xycoords=("axes fraction", "data"), ha="center", va="center")
                 continue
             # Points with equal values stay visible one above the other.
             places = row + 0.09 * (np.arange(len(ends)) - (len(ends) - 1) / 2)
             axes.plot(ends, places, "o", color=colour, markersize=5, alpha=0.85)
-            axes.errorbar(found.mean, row, xerr=found.half_width, color=colour, capsize=5, elinewidth=1.2)
-            axes.vlines(found.mean, row - 0.32, row + 0.32, color=colour, linewidth=2)
+            axes.errorbar(end.mean, row, xerr=end.half_width, color=colour, capsize=5, elinewidth=1.2)
+            axes.vlines(end.mean, row - 0.32, row + 0.32, color=colour, linewidth=2)
         _widen(axes, "x")
         axes.set_yticks(range(len(settings)), [setting.row for setting in settings])
 
     before = estimate(table.cells["held_out_reward_start"])
-    words = (
-        f"Held-out reward after training{'' if before is None else f' (before: {before.mean:.2f})'}\npoint: seed, line: mean"
-    )
-    words += ", bar: 95 % interval" if min(table.seeds) >= MIN_SEEDS else "; too few seeds for an interval"
+    start = "" if before is None else f" (before: {before.mean:.2f})"
+    interval = ", bar: 95 % interval" if min(table.seeds) >= MIN_SEEDS else "; too few seeds for an interval"
+    words = f"Held-out reward after training{start}\npoint: seed, line: mean{interval}"
     return _Panel(words, "mean reward, greedy", "", [], finish, "x")
 
 
@@ -262,7 +250,7 @@ def _ages(table: Table, settings: Sequence[PlottedSetting]) -> _Panel:
     # of fresh data alone the panel would be one black field
     oldest = max(_FEWEST_AGES - 1, table.cells["staleness_max"].max())
     tokens = [table.ages.loc[setting.runs].sum().reindex(range(oldest + 1), fill_value=0.0) for setting in settings]
-    shares = np.array([each / each.sum() for each in tokens])
+    shares = np.array([by_age / by_age.sum() for by_age in tokens])
 
     def finish(axes: Any) -> None:
         axes.grid(False)
@@ -273,8 +261,7 @@ def _ages(table: Table, settings: Sequence[PlottedSetting]) -> _Panel:
                 text = "<1 %" if share < 0.005 else f"{share:.0%}".replace("%", " %")
                 axes.text(age, row, text, ha="center", va="center", color="white" if share > 0.5 else "black", fontsize="small")
         for row, setting in enumerate(settings):
-            words = f"mean {table.cells['staleness_mean'][setting.runs].mean():.2f}"
-            axes.annotate(words, (1.01, row), xycoords=("axes fraction", "data"), va="center", fontsize="small")
+            _beside(axes, row, f"mean {table.cells['staleness_mean'][setting.runs].mean():.2f}", "small")
         if oldest < _MOST_WRITTEN_AGES:
             axes.set_xticks(range(oldest + 1))
 
@@ -282,10 +269,10 @@ def _ages(table: Table, settings: Sequence[PlottedSetting]) -> _Panel:
     return _Panel(title, "age of the token [learner steps]", "", [], finish)
 
 
-def _course(table: Table, settings: Sequence[PlottedSetting], what: str, of: str = "Training reward", unit: str = "mean reward",
+def _course(table: Table, settings: Sequence[PlottedSetting], over: str, of: str = "Training reward", unit: str = "mean reward",
             curve: str = "reward", goal: float | None = None) -> _Panel:  # fmt: skip
     """A smoothed curve over what had been spent."""
-    both = table.smoothed.reindex(columns=[what, curve])
+    both = table.smoothed.reindex(columns=[over, curve])
     lines = [(_means(both, each.runs), {**each.look, "marker": "", "linewidth": 1.3}) for each in settings]
 
     def finish(axes: Any) -> None:
@@ -297,25 +284,24 @@ def _course(table: Table, settings: Sequence[PlottedSetting], what: str, of: str
             axes.annotate(f"target {goal:.2f}", (0.01, goal), xycoords=("axes fraction", "data"), va="bottom",
                           fontsize="x-small", color="0.3", bbox=box)  # fmt: skip
 
-    words = f"{of} over {what}\nmean of the seeds and of {SMOOTHED} completions"
-    return _Panel(words, _COSTS[what], unit, lines, finish)
+    return _Panel(
+        f"{of} over {over}\nmean of the seeds and of {SMOOTHED} completions", _COSTS[over], unit, lines, finish
+    )  # fmt: skip
 
 
 def _over_reference(table: Table, settings: Sequence[PlottedSetting], name: str) -> _Panel:
-    """Of one reward function, of their sum where the name is empty; the settings of one column."""
-    look, along = {"markersize": 4, "linewidth": 1, "alpha": 0.85}, path(table, name)
-    lines = [(_means(along, each.runs), {**each.look, **look}) for each in settings]
-    what, where = name or "reward", settings[0].column and f"{settings[0].column}; "
-    words = f"Training {what} over KL to the reference\n{where}a mark: {BLOCK} completions of each seed"
-    return _Panel(words, "KL(policy that sampled, reference) [nats a token]", f"mean {what}", lines, _widen)
+    """The score by one reward function, by all where the name is empty; the settings of one column."""
+    along, score, where = path(table, name), name or "reward", settings[0].column and f"{settings[0].column}; "
+    lines = [(_means(along, each.runs), {**each.look, "markersize": 4, "linewidth": 1, "alpha": 0.85}) for each in settings]
+    words = f"Training {score} over KL to the reference\n{where}a mark: {BLOCK} completions of each seed"
+    return _Panel(words, "KL(policy that sampled, reference) [nats a token]", f"mean {score}", lines, _widen)
 
 
 def _means(both: Frame, runs: list[int]) -> Frame:
     """Points of a setting: of each step or block the means over the seeds, where all that have any number have one, and `low`
     and `high` of the second number."""
     of_these = both[both.index.isin(runs, level="run")]
-    wide = (of_these[name].unstack("run").dropna(axis=1, how="all") for name in both)
-    x, y = (each.dropna() for each in wide)
+    x, y = (of_these[name].unstack("run").dropna(axis=1, how="all").dropna() for name in both)
     return x.mean(axis=1).to_frame("x").assign(y=y.mean(axis=1), low=y.min(axis=1), high=y.max(axis=1)).dropna()
 
 
@@ -346,22 +332,25 @@ def _pairs(cells: Frame, *names: str) -> Frame:
     return cells[[*names]].set_axis(["x", "y"], axis=1).dropna()
 
 
-def _cost(table: Table, settings: Sequence[PlottedSetting], what: str, goal: float) -> _Panel:
-    spent = reached(table, goal)[what]
-    look = {**_MARK, "marker": "o"}
-    lines = [(spent[each.runs].dropna().to_frame("x").assign(y=row), {**each.look, **look})
+def _cost(table: Table, settings: Sequence[PlottedSetting], over: str, goal: float) -> _Panel:
+    spent = reached(table, goal)[over]
+    lines = [(spent[each.runs].dropna().to_frame("x").assign(y=row), {**each.look, **_MARK, "marker": "o"})
              for row, each in enumerate(settings)]  # fmt: skip
 
     def finish(axes: Any) -> None:
-        for row, setting in enumerate(settings):
-            count = f"{len(lines[row][0])} of {len(setting.runs)}"
-            axes.annotate(count, (1.01, row), xycoords=("axes fraction", "data"), va="center", fontsize="x-small")
+        for row, ((points, _), setting) in enumerate(zip(lines, settings, strict=True)):
+            _beside(axes, row, f"{len(points)} of {len(setting.runs)}", "x-small")
         axes.set_yticks(range(len(settings)), [setting.row for setting in settings], fontsize="x-small")
         axes.set_ylim(len(settings) - 0.4, -0.6)
         axes.set_xlim(left=0)
 
-    words = f"{what.capitalize()} to the target of {goal:.3f}\na mark a run; on the right how many reached it"
-    return _Panel(words, _COSTS[what], "", lines, finish)
+    words = f"{over.capitalize()} to the target of {goal:.3f}\na mark a run; on the right how many reached it"
+    return _Panel(words, _COSTS[over], "", lines, finish)
+
+
+def _beside(axes: Any, row: int, words: str, size: str) -> None:
+    """Write on the right of a row."""
+    axes.annotate(words, (1.01, row), xycoords=("axes fraction", "data"), va="center", fontsize=size)
 
 
 def _widen(axes: Any, axis: str = "y") -> None:

@@ -1,25 +1,38 @@
-"""What a sweep found, for people: results.csv, two pictures, and one page as Markdown and as HTML with the pictures inside.
+"""The report of a sweep: results.csv, two pictures, and one page as Markdown and as HTML with the pictures inside.
 
-From an archive alone. Formats numbers, never computes one; the tables below the result are those of `measures`. Called by
+From an archive alone. Formats numbers, never computes one; a table for which no cell kept a number is left out. Called by
 `sweep` and by `async-rlhf report`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from async_rlhf.experiments.page import by_group, difference, write_page
+from async_rlhf.experiments.page import by_group, comparison, difference, number, p_value, table, write_page
 from async_rlhf.experiments.staleness.archive import Archive
 from async_rlhf.experiments.staleness.checks import checks, listed
-from async_rlhf.experiments.staleness.measures import Column, mean_of, sections
-from async_rlhf.experiments.staleness.outcomes import compared
-from async_rlhf.experiments.staleness.table import Table
-from async_rlhf.experiments.statistics import MIN_SEEDS, estimate, worded
+from async_rlhf.experiments.staleness.outcomes import (
+    TARGET_SHARE,
+    at_equal_kl,
+    at_equal_time,
+    compared,
+    contrasts,
+    reached,
+    target,
+)
+from async_rlhf.experiments.staleness.table import SMOOTHED, SPENT, Series, Table
+from async_rlhf.experiments.statistics import MIN_SEEDS, Mean, estimate, seeds_needed, worded
 
+Column = Callable[[list[int]], str]
+"""The text of a row's cell, made of the row's runs."""
 # Cells without a result that are named one by one.
 _MOST_NAMED = 6
+# How an attempt to make a group may have ended, in the words of docs/metrics.md.
+_ENDS = ("trained", "stale", "filtered", "failed", "quarantined")
 
 
 def write(archive: Archive, directory: Path, say: Callable[[str], None]) -> list[Path]:
@@ -106,6 +119,199 @@ def result(cells: Table) -> str:
     return by_group(cells.settings, columns)
 
 
+def mean_of(values: Series, digits: int = 3) -> Column:
+    """The mean over a setting's runs, with its interval."""
+    return lambda runs: number(estimate(values[runs]), digits=digits)
+
+
+def sections(cells: Table, alone: bool = False) -> Iterator[str]:
+    """Headings and paragraphs below the result. alone: one cell ran at a time, so that seconds are compared."""
+    yield from _areas(cells)
+    yield from _contrasts(cells)
+    if alone:
+        yield from _times(cells)
+    if cells.scores:
+        yield "## Scores apart"
+        yield "Mean score by each reward function, before weights, on the held-out prompts at the end."
+        yield by_group(cells.settings, {name: mean_of(cells.cells[f"held_out_{name}_end"]) for name in cells.scores})
+    yield from _at_equal_kl(cells)
+    yield from _costs(cells)
+    yield from _corrections(cells)
+    yield from _ends(cells)
+    yield from _powers(cells)
+
+
+def _areas(cells: Table) -> Iterator[str]:
+    final, area = cells.cells["held_out_reward_end"], cells.cells["reward_area"]
+    ends, areas = compared(cells, final), compared(cells, area)
+    if not areas:
+        return
+    base, *others = cells.settings
+    yield "## Final reward and area under the curve"
+    yield (
+        f"Differences are to {base}, within a seed; p is Holm's over all settings that are compared ({len(others)}), for "
+        "either outcome on its own. The area is the mean height of the training reward: it says how fast a setting learned, "
+        "and lags by its staleness."
+    )
+    rows = [["setting", "held-out reward, end", "difference", "p", "area under the reward", "difference", "p"]]
+    for label, runs in cells.settings.items():
+        rows.append([label, mean_of(final)(runs), *comparison(ends.get(label)),
+                     mean_of(area)(runs), *comparison(areas.get(label))])  # fmt: skip
+    yield table(rows)
+
+
+def _contrasts(cells: Table) -> Iterator[str]:
+    outcomes = {f"{name}, end": cells.cells[f"held_out_{name}_end"] for name in cells.scores}
+    outcomes = outcomes or {"held-out reward, end": cells.cells["held_out_reward_end"]}
+    axes = cells.results[0].setting
+    for axis, first in axes if len(axes) > 1 else ():
+        found = {what: contrasts(cells, axis, values) for what, values in outcomes.items()}
+        if any(found.values()):
+            yield f"## Against {axis} = {first}, all else equal"
+            yield (
+                f"Differences within a seed to the setting that has {axis} = {first} and is the same otherwise; p is Holm's "
+                "over all comparisons of a column."
+            )
+            yield _side_by_side(cells, found)
+            yield " ".join(_seen(what, each) for what, each in found.items() if each)
+
+
+def _seen(what: str, found: Mapping[str, Mean]) -> str:
+    """Power, in a sentence; empty where there is a single seed."""
+    known = [(each.count, size) for each in found.values() if (size := each.detectable) is not None]
+    if not known:
+        return ""
+    sizes = [size for _, size in known]
+    return (
+        f"{what}: with {known[0][0]} seeds a difference of {median(sizes):.3f} can be seen four times in five, looked at "
+        f"alone (depending on the comparison {min(sizes):.3f} to {max(sizes):.3f})."
+    )
+
+
+def _at_equal_kl(cells: Table) -> Iterator[str]:
+    names = cells.scores or [""]
+    for axis, first in cells.results[0].setting:
+        found = {name or "reward": contrasts(cells, axis, at_equal_kl(cells, axis, name)) for name in names}
+        if any(found.values()):
+            yield f"## At equal divergence from the reference, against {axis} = {first}"
+            yield (
+                "The score in training where the divergence first is what all the runs reach that differ only in this key: "
+                "what a nat buys, however long it took. Differences within a seed; p is Holm's over a column."
+            )
+            yield _side_by_side(cells, found)
+
+
+def _side_by_side(cells: Table, found: Mapping[str, Mapping[str, Mean]]) -> str:
+    """found: by outcome, the comparison of each setting."""
+    labels = [label for label in cells.settings if any(label in each for each in found.values())]
+    head = ["setting", *(word for what in found for word in (f"{what}: difference", "p"))]
+    rows = ([label, *(text for each in found.values() for text in comparison(each.get(label)))] for label in labels)
+    return table([head, *rows])
+
+
+def _times(cells: Table) -> Iterator[str]:
+    # differences of logarithms are ratios of times
+    log_seconds = cells.cells["wall_s"].map(math.log)
+    for axis, first in cells.results[0].setting:
+        longer, sooner = contrasts(cells, axis, log_seconds), contrasts(cells, axis, at_equal_time(cells, axis))
+        if not longer:
+            continue
+        yield f"## Time, against {axis} = {first}"
+        yield (
+            "Cells ran one at a time. Seconds are those of all steps, as a ratio within a seed; rewards are those of training "
+            f"({SMOOTHED} completions together) when the first of the compared runs had ended, within a seed. p is Holm's."
+        )
+        rows = [["setting", "seconds, ratio", "p", "reward at equal time: difference", "p"]]
+        for label, longest in longer.items():
+            mean, low, high = (math.exp(log) for log in (longest.mean, longest.low, longest.high))
+            ratio = f"{mean:.2f}" if longest.count == 1 else f"{mean:.2f} ({low:.2f} to {high:.2f})"
+            rows.append([label, ratio, p_value(longest), *comparison(sooner.get(label))])
+        yield table(rows)
+
+
+def _costs(cells: Table) -> Iterator[str]:
+    if (goal := target(cells)) is None:
+        return
+    yield "## What a target cost"
+    yield (
+        f"The target is a training reward of {goal.value:.3f}: {TARGET_SHARE * 100:.0f} % of the way from {goal.start:.3f}, "
+        f"the reward of the first step, to {goal.end:.3f}, that of the last quarter, both of {goal.reference}. It is reached "
+        f"when the mean of {SMOOTHED} completions is not below it. Means are over the seeds, and given where all reached it."
+    )
+    costs = reached(cells, goal.value)
+
+    def cost(name: str) -> Column:
+        shown = mean_of(costs[name], 1 if name == "seconds" else 0)
+        return lambda runs: shown(runs) if costs[name][runs].notna().all() else "-"
+
+    counted: dict[str, Column] = {"seeds that reached it": lambda runs: f"{costs['steps'][runs].count()} of {len(runs)}"}
+    yield by_group(cells.settings, {**counted, **{name: cost(name) for name in ("steps", *SPENT)}})
+
+
+def _corrections(cells: Table) -> Iterator[str]:
+    known = cells.cells
+    columns = {
+        "staleness, mean": mean_of(known["staleness_mean"], 2),
+        "ESS, share of tokens": mean_of(known["is_ess_mean"]),
+        "clipped, share of tokens": mean_of(known["clip_ratio_mean"]),
+        "KL to the sampling policy": mean_of(known["kl_behaviour_mean"], 4),
+        "KL to the reference, last quarter": mean_of(known["kl_reference_end"], 4),
+    }
+    if "grad_norm" in cells.steps:
+        columns["gradient norm, mean of the steps"] = mean_of(cells.mean_of("grad_norm"), 2)
+    yield "## How far from the policy that sampled"
+    yield "Divergences are estimates in nats a token. What was not measured, or not kept, is a dash."
+    yield by_group(cells.settings, columns)
+
+
+def _ends(cells: Table) -> Iterator[str]:
+    if cells.ledger.empty:
+        return
+
+    def ended(word: str) -> Column:
+        known = cells.ledger.reindex(columns=[word])[word]
+        return lambda runs: f"{known[runs].sum():,.0f}" if known[runs].notna().any() else "-"
+
+    columns = {
+        **{f"groups {word}": ended(word) for word in _ENDS},
+        "tokens stale": ended("tokens_stale"),
+        "tokens filtered": ended("tokens_filtered"),
+        "mean length, trained": mean_of(cells.cells["trained_tokens"] / cells.cells["trained_samples"], 1),
+        "cut off, share": mean_of(cells.mean_of("completions/clipped_ratio")),
+        "scores that failed, share": mean_of(cells.mean_of("rewards/failed_ratio")),
+    }
+    yield "## What became of the groups"
+    yield (
+        "Attempts to make a group by how they ended, sums over the seeds. Tokens are those of groups that had reached the "
+        "queue: of attempts that were lost before, no length is known. Lengths (in tokens) and shares are of the completions "
+        "that were trained on."
+    )
+    yield by_group(cells.settings, columns)
+
+
+def _powers(cells: Table) -> Iterator[str]:
+    outcomes = {"held-out reward, end": "held_out_reward_end", "area": "reward_area"}
+    compares = {what: compared(cells, cells.cells[column]) for what, column in outcomes.items()}
+    gains = [(label, what, gain) for what, by_label in compares.items() for label, gain in by_label.items()]
+    if not gains:
+        return
+    yield "## What so many seeds can show"
+    known = [(label, what, gain, size) for label, what, gain in gains if (size := gain.detectable) is not None]
+    if not known:
+        yield "With one seed a setting no difference of any size can be told from chance, and none is."
+        return
+    yield (
+        "From the deviation of the differences between seeds: the smallest true difference that so many seeds show four times "
+        "in five (two-sided, 0.05, looked at alone), and how many seeds show half of it."
+    )
+    rows = [["setting", "outcome", "deviation of the difference", "seeds", "they show", "seeds for half of it"]]
+    for label, what, gain, size in known:
+        # seeds that did not differ at all show any difference
+        for_half = str(seeds_needed(gain.deviation, size / 2)) if size else "-"
+        rows.append([label, what, f"{gain.deviation:.3f}", str(gain.count), f"{size:.3f}", for_half])
+    yield table(rows)
+
+
 def conclusions(cells: Table) -> str:
     """Only what the numbers carry."""
     never = (
@@ -123,8 +329,8 @@ def conclusions(cells: Table) -> str:
             ]
         )
     base, *others = cells.settings
-    found = compared(cells, cells.cells["held_out_reward_end"])
-    judged = {label: each for label, each in found.items() if each.adjusted is not None}
+    differences = compared(cells, cells.cells["held_out_reward_end"])
+    judged = {label: gain for label, gain in differences.items() if gain.adjusted is not None}
     lines = [
         f"- {worded(label, base, judged[label], len(judged))}"
         if label in judged

@@ -17,8 +17,8 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -67,7 +67,7 @@ class Job:
         return found if self.result() is None else "finished"
 
     def result(self) -> CellResult | None:
-        """What the cell measured in an earlier start. Raises ConfigError where it had other settings, DamagedError."""
+        """The measurements of the cell in an earlier start. Raises ConfigError where it had other settings, DamagedError."""
         found = kept(self.kept)
         if found is not None:
             _check_same(self.kept, found.settings, self.cell.config)
@@ -135,7 +135,7 @@ def run_sweep(
     """
     sweep, cells = load_sweep(path, dict(parse_override(text) for text in overrides))
     wanted = _wanted(sweep, cells, only)
-    all_jobs = [_job(sweep, cell, f"{number}/{len(cells)}", ray is None) for number, cell in enumerate(cells, 1)]
+    all_jobs = _jobs(sweep, cells, is_here=ray is None)
     states = {job.head: job.state() for job in all_jobs}
     place = _cells(ray, jobs, all_jobs)
     mine = [job for job in all_jobs if job.cell in wanted]
@@ -231,7 +231,7 @@ class Pace:
 
 
 class CellProgress(Progress):
-    """Of one cell. head: which of how many, and its settings. say: prints a line."""
+    """The progress of one cell. head: which of how many, and its settings. say: prints a line."""
 
     def __init__(self, head: str, num_steps: int, pace: Pace, say: Callable[[str], None]) -> None:
         self._head, self._num_steps, self._pace, self._say = head, num_steps, pace, say
@@ -277,9 +277,14 @@ def _run_all(
         return outcome
 
     with on_signals(take), ThreadPoolExecutor(cells.at_once) as threads:
-        futures = {job.head: threads.submit(run, job) for job in jobs}
-        ended = {head: _wait(future) for head, future in futures.items()}
+        ended = dict(zip((job.head for job in jobs), threads.map(run, jobs), strict=True))
     return ended, signals
+
+
+def _jobs(sweep: SweepConfig, cells: Sequence[Cell], *, is_here: bool) -> list[Job]:
+    """is_here: whether they will be run on this machine. Raises ConfigError for a cell that cannot be run."""
+    return [Job(cell, f"cell {number}/{len(cells)}: {cell.label}", preflight(cell.config, is_here=is_here).num_prompts,
+                sweep.kept(cell.config.name)) for number, cell in enumerate(cells, 1)]  # fmt: skip
 
 
 def _cells(ray: str | None, jobs: int | None, all_jobs: Sequence[Job]) -> AbstractContextManager[Cells]:
@@ -297,13 +302,6 @@ def _cells(ray: str | None, jobs: int | None, all_jobs: Sequence[Job]) -> Abstra
     return nodes(ray, jobs, all_jobs)
 
 
-def _wait(future: Future[Outcome | None]) -> Outcome | None:
-    """In short waits: a signal is handled between two of them."""
-    while True:
-        with suppress(TimeoutError):
-            return future.result(timeout=0.5)
-
-
 def _wanted(sweep: SweepConfig, cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
     axes = {axis: [str(value) for value, _ in levels] for axis, levels in sweep.levels.items()}
     axes["seed"] = [str(seed) for seed in sweep.seeds]
@@ -315,12 +313,6 @@ def _wanted(sweep: SweepConfig, cells: Sequence[Cell], only: Sequence[str]) -> l
             raise ConfigError(f"--only {text!r}: the sweep has no such value; choose among {', '.join(axes[axis])}")
         cells = [cell for cell in cells if str({**cell.setting, "seed": cell.config.seed}[axis]) == value]
     return list(cells)
-
-
-def _job(sweep: SweepConfig, cell: Cell, number: str, is_here: bool) -> Job:
-    """is_here: whether it will be run on this machine. Raises ConfigError for a cell that cannot be run."""
-    num_prompts = preflight(cell.config, is_here=is_here).num_prompts
-    return Job(cell, f"cell {number}: {cell.label}", num_prompts, sweep.kept(cell.config.name))
 
 
 def _check_same(place: Path, old: Mapping[str, Any], config: Config) -> None:

@@ -29,12 +29,12 @@ SMOOTHED = 640
 BLOCK = 256
 """Completions that a point of a path stands for, at least."""
 SPENT = ("samples", "tokens", "seconds")
-"""What training took until the end of a step: completions and tokens trained on, seconds since the start."""
+"""The cost of training until the end of a step: completions and tokens trained on, seconds since the start."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """What the cells of a sweep measured. Frames are indexed by `run`, the place of a cell in results, which has at least one;
+    """The measurements of a sweep's cells. Frames are indexed by `run`, the place of a cell in results, which has at least one;
     a number that was not measured, or not kept, is NaN."""
 
     results: Sequence[CellResult]

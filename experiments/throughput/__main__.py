@@ -95,12 +95,12 @@ def main(
         mine = [
             word for name, value in given.items() if value and part in _TAKEN_BY.get(name, PARTS) for word in (name, str(value))
         ]
-        found = outcomes[part] = measure(part, ["--json", *(["--small"] if small else []), *mine], quiet=not small)
+        outcome = outcomes[part] = measure(part, ["--json", *(["--small"] if small else []), *mine], quiet=not small)
         if not as_json:
-            typer.echo(f"-- {part}: {found.how} in {found.seconds:.0f} s")
-        for row in found.rows:
+            typer.echo(f"-- {part}: {outcome.how} in {outcome.seconds:.0f} s")
+        for row in outcome.rows:
             typer.echo(json.dumps(asdict(row)) if as_json else row)
-        run["parts"][part] = {"outcome": found.how, "seconds": found.seconds}
+        run["parts"][part] = {"outcome": outcome.how, "seconds": outcome.seconds}
         save(path, run, [row for each in outcomes.values() for row in each.rows])
     typer.echo(f"results: {path}", err=as_json)
     # A load is one part's or another's; of none it is a slip.
@@ -188,7 +188,7 @@ def describe_run(small: bool) -> dict[str, Any]:
 
 
 def _version(name: str) -> str | None:
-    """Of this interpreter's package or its CPU build."""
+    """The version of this interpreter's package, or of its CPU build."""
     for distribution in (name, f"{name}-cpu"):
         with contextlib.suppress(PackageNotFoundError):
             return version(distribution)

@@ -1,4 +1,4 @@
-"""What it costs that an agent drives the model over HTTP: the same episodes as a generator of ours, side by side.
+"""The cost of an agent that drives the model over HTTP: the same episodes as a generator of ours, side by side.
 
 Both play the actor's loop without a hub: the built-in engine, the environment's own process, turns of a few words behind a
 growing conversation. The agent posts each turn as a chat completion to the endpoint in its process.
@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
+from transformers import AutoTokenizer
 
+from async_rlhf.actors.data.rows import load_rows
+from async_rlhf.actors.engine import Engine, load_engine
+from async_rlhf.actors.loop.context import Environments, RunContext
+from async_rlhf.actors.loop.episodes import Episodes
+from async_rlhf.actors.prompts import Row as Prompt
+from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.experiments.throughput.harness import MODEL, Bench, BenchmarkRow, alternate, cpu_s
-
-if TYPE_CHECKING:
-    from async_rlhf.actors.engine import Engine
-    from async_rlhf.actors.loop.context import Environments, RunContext
-    from async_rlhf.actors.prompts import Row as Prompt
+from async_rlhf.run.loading import load
+from async_rlhf.run.processes.evaluation import environments_of
+from async_rlhf.run.processes.roles import run_context
 
 _TURNS, _WAIT_S = 4, 300.0
 _TEMPLATE = """{%- for m in messages %}{{ m.role[0] }}: {{ m.content }}
@@ -64,33 +70,19 @@ def agents(bench: Bench) -> Iterator[BenchmarkRow]:
     for sessions in (32, 256):
         at_once = bench.size(sessions, sessions // 8)
         with _player(at_once, "agent") as agent, _player(at_once, "generator") as generator:
-            found = alternate({"agent over HTTP": agent, "generator": generator}, bench.num_turns(5))
-        values = {name: [each.tokens for each in played] for name, played in found.items()}
-        own = {name: sorted(each.server_s for each in played)[len(played) // 2] for name, played in found.items()}
-        yield BenchmarkRow.of(
-            f"{at_once} episodes of {_TURNS} turns at once",
-            values,
-            "tokens/s",
-            at_least=0.85 if sessions == 32 else None,
-            figures={
-                "agent_ms_a_turn": 1e3 * own["agent over HTTP"],
-                "generator_ms_a_turn": 1e3 * own["generator"],
-            },
-        )
+            turns = alternate({"agent over HTTP": agent, "generator": generator}, bench.num_turns(5))
+        tokens = {name: [turn.tokens for turn in played] for name, played in turns.items()}
+        figures = {
+            f"{name.split()[0]}_ms_a_turn": 1e3 * statistics.median_high(turn.server_s for turn in played)
+            for name, played in turns.items()
+        }
+        title, goal = f"{at_once} episodes of {_TURNS} turns at once", 0.85 if sessions == 32 else None
+        yield BenchmarkRow.of(title, tokens, "tokens/s", at_least=goal, figures=figures)
 
 
 @contextmanager
 def _player(sessions: int, name: str) -> Iterator[Callable[[], _Throughput]]:
     """Plays so many episodes, all at once."""
-    from transformers import AutoTokenizer
-
-    from async_rlhf.actors.data.rows import load_rows
-    from async_rlhf.actors.engine import load_engine
-    from async_rlhf.buffers.model_directory import from_pretrained
-    from async_rlhf.run.loading import load
-    from async_rlhf.run.processes.evaluation import environments_of
-    from async_rlhf.run.processes.roles import run_context
-
     bell = threading.Event()
     with tempfile.TemporaryDirectory() as directory:
         config = load({"model": str(_chat_model(Path(directory)))}, _settings(Path(directory), sessions, name))
@@ -108,8 +100,6 @@ def _player(sessions: int, name: str) -> Iterator[Callable[[], _Throughput]]:
 def _measured(
     engine: Engine, context: RunContext, environments: Environments, rows: Sequence[Prompt], bell: threading.Event
 ) -> _Throughput:
-    from async_rlhf.actors.loop.episodes import Episodes
-
     episodes = Episodes(engine, context.decode, environments)
     began, cpu = time.perf_counter(), _children_s()
     episodes.begin([(row, number, context.requests(number, 0, row)[2][:1]) for number, row in enumerate(rows)])

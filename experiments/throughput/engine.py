@@ -21,10 +21,11 @@ from __future__ import annotations
 import importlib.util
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -35,12 +36,13 @@ from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Engine, Request, RolloutKey, completed, load_engine
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.experiments.throughput.harness import Bench, BenchmarkRow, DType, MissingError, alternate, rates, timed
+from async_rlhf.experiments.throughput.harness import Bench, BenchmarkRow, DType, MissingError, beside, timed
 from async_rlhf.learner.model.gguf import model_directory
 
 NUM_PROMPT_TOKENS = 8
 # Of the tiny model.
 LAYERS, WIDTH = 4, 128
+_AS_IS = Sampling()
 # Tokens that a call reads behind what the engine holds.
 _OBSERVED = 16
 # vLLM's processes stop spinning within it.
@@ -54,53 +56,43 @@ def engine(bench: Bench) -> Iterator[BenchmarkRow]:
     The engine lives on between its turns, as it does in an actor; `generate` has nothing that could.
     """
     torch.set_num_threads(1)
-    for each in loads_for(bench):
-        ours = TorchEngine(make_model(bench.model, bench.dtype), slots=each.batch, max_length=512)
+    for load in loads_for(bench):
+        ours = TorchEngine(make_model(bench.model, bench.dtype), slots=load.batch, max_length=512)
         plain = make_model(bench.model, bench.dtype)
-        sides = {"engine": timed(partial(run_engine, ours, each)), "generate": timed(partial(run_generate, plain, each))}
-        seconds = alternate(sides, bench.num_turns(5))
-        yield BenchmarkRow.of(each.title, rates(sum(each.lengths), seconds), "tok/s")
+        sides = {"engine": timed(partial(run_engine, ours, load)), "generate": timed(partial(run_generate, plain, load))}
+        yield beside(load.title, sides, bench.num_turns(5), "tok/s", sum(load.lengths))
     yield from _invariant(bench)
     for length in bench.size((1024, 4096), (128,)):
         if bench.load in (title := f"continued, {length} tokens and {_OBSERVED} more"):
             model = make_model(bench.model, bench.dtype, 2 * length)
             ours = TorchEngine(model, slots=2, max_length=2 * length)
-            sides = {
-                "held": partial(_first_token_s, ours, length, True),
-                "computed": partial(_first_token_s, ours, length, False),
-            }
-            yield BenchmarkRow.of(title, alternate(sides, bench.num_turns(7)), "s", at_most=0.1)
+            sides = {name: partial(_first_token_s, ours, length, name == "held") for name in ("held", "computed")}
+            yield beside(title, sides, bench.num_turns(7), "s", at_most=0.1)
 
 
 def _invariant(bench: Bench) -> Iterator[BenchmarkRow]:
-    """What it costs that bits do not depend on the batch: rows of 32 new tokens, and one behind a long prompt."""
+    """The cost of bits that do not depend on the batch: rows of 32 new tokens, and one behind a long prompt."""
     long = bench.size(4096, 128)
     for title, requests in (
-        *((f"invariant, {rows} rows", _requests([8] * rows, 32)) for rows in bench.size((8, 64, 128), (8,))),
-        (f"invariant, prompt of {long}", _requests([long], 1)),
+        *((f"invariant, {rows} rows", requests_of(_drawn(rows, 8), repeat(32))) for rows in bench.size((8, 64, 128), (8,))),
+        (f"invariant, prompt of {long}", requests_of(_drawn(1, long), [1])),
     ):
         if bench.load in title:
-            model = make_model(bench.model, bench.dtype, long + 64)
+            engine_of = partial(
+                TorchEngine, make_model(bench.model, bench.dtype, long + 64), slots=len(requests), max_length=long + 64
+            )
             sides = {
-                name: timed(
-                    partial(
-                        completed,
-                        TorchEngine(model, slots=len(requests), max_length=long + 64, batch_invariant=is_it),
-                        requests,
-                    )
-                )
-                for name, is_it in (("invariant", True), ("ordinary", False))
+                name: timed(partial(completed, engine_of(batch_invariant=name == "invariant"), requests))
+                for name in ("invariant", "ordinary")
             }
-            tokens = sum(len(each.prompt_ids) + each.max_new_tokens for each in requests)
-            yield BenchmarkRow.of(title, rates(tokens, alternate(sides, bench.num_turns(7))), "tok/s")
+            tokens = sum(len(request.prompt_ids) + request.max_new_tokens for request in requests)
+            yield beside(title, sides, bench.num_turns(7), "tok/s", tokens)
 
 
-def _requests(prompts: Sequence[int], new: int) -> list[Request]:
-    draw = np.random.default_rng(3)
-    return [
-        Request(RolloutKey(index, 0, 0), tuple(draw.integers(1, 100, length).tolist()), new, Sampling(), index)
-        for index, length in enumerate(prompts)
-    ]
+def requests_of(prompts: Iterable[Sequence[int]], new: Iterable[int], sampling: Sampling = _AS_IS) -> list[Request]:
+    """A request for each prompt, with its number of new tokens and its place as a seed."""
+    work = enumerate(zip(prompts, new, strict=False))
+    return [Request(RolloutKey(n, 0, 0), tuple(prompt), length, sampling, n) for n, (prompt, length) in work]
 
 
 def _first_token_s(engine: Engine, length: int, is_held: bool) -> float:
@@ -123,15 +115,15 @@ def vllm_side(bench: Bench) -> Iterator[BenchmarkRow]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         make_model(bench.model, bench.dtype).save_pretrained(directory)
-        for each in loads_for(bench):
+        for load in loads_for(bench):
             with ExitStack() as stack:
                 sides = {}
                 for name, kind in (("engine", "torch"), ("vLLM", "vllm")):
-                    settings = {"kind": kind, "slots": each.batch, "threads": 1, "dtype": bench.dtype, "batch_invariant": False}
+                    settings = {"kind": kind, "slots": load.batch, "threads": 1, "dtype": bench.dtype, "batch_invariant": False}
                     started = load_engine(directory, EngineConfig.model_validate(settings), version=0)
-                    side = timed(partial(run_engine, stack.enter_context(closing(started)), each))
+                    side = timed(partial(run_engine, stack.enter_context(closing(started)), load))
                     sides[name] = partial(_settled, side)
-                yield BenchmarkRow.of(each.title, rates(sum(each.lengths), alternate(sides, bench.num_turns(3))), "tok/s")
+                yield beside(load.title, sides, bench.num_turns(3), "tok/s", sum(load.lengths))
 
 
 def _settled(side: Callable[[], float]) -> float:
@@ -149,8 +141,12 @@ class EngineLoad:
 
     @property
     def prompts(self) -> list[list[int]]:
-        found: list[list[int]] = np.random.default_rng(1).integers(1, 100, (len(self.lengths), NUM_PROMPT_TOKENS)).tolist()
-        return found
+        return _drawn(len(self.lengths), NUM_PROMPT_TOKENS)
+
+
+def _drawn(rows: int, length: int) -> list[list[int]]:
+    prompts: list[list[int]] = np.random.default_rng(1).integers(1, 100, (rows, length)).tolist()
+    return prompts
 
 
 def loads_for(bench: Bench) -> list[EngineLoad]:
@@ -184,9 +180,8 @@ def make_model(model: Path | None, dtype: DType, max_length: int = 512) -> PreTr
 
 
 def run_engine(engine: Engine, load: EngineLoad) -> None:
-    work = enumerate(zip(load.prompts, load.lengths, strict=True))
-    requests = [Request(RolloutKey(n, 0, 0), tuple(prompt), length, Sampling(), n) for n, (prompt, length) in work]
-    assert sum(len(each.token_ids) for each in completed(engine, requests).values()) == sum(load.lengths)
+    ended = completed(engine, requests_of(load.prompts, load.lengths)).values()
+    assert sum(len(completion.token_ids) for completion in ended) == sum(load.lengths)
 
 
 def run_generate(model: PreTrainedModel, load: EngineLoad) -> None:

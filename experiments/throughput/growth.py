@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +26,11 @@ import torch
 
 from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.rows import load_rows
-from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.weights import adopt_weights
-from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.weights.shared import SealedMemory
 from async_rlhf.buffers.weights.weight_set import WeightSet
-from async_rlhf.experiments.throughput.engine import LAYERS, WIDTH, make_model
+from async_rlhf.experiments.throughput.engine import LAYERS, WIDTH, make_model, requests_of
 from async_rlhf.experiments.throughput.harness import Bench, BenchmarkRow, rounded, shown, timed
 from async_rlhf.experiments.throughput.learner import make_groups, ours
 from async_rlhf.experiments.throughput.queue import QueueLoad, run_queue
@@ -75,7 +74,7 @@ def row_of(curve: Curve, sizes: Sequence[int], turns: int) -> BenchmarkRow:
 
 
 def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
-    """Of a line through the logarithms."""
+    """Slope of a line through the logarithms."""
     return rounded(float(np.polyfit(np.log(sizes), np.log(values), 1)[0]))
 
 
@@ -104,7 +103,7 @@ def engine_of(prompts: Sequence[int]) -> TorchEngine:
     """One that runs a row behind a prompt of each length, equal ones computed once, and has just computed all of them."""
     engine = TorchEngine(make_model(None, "float32", max(prompts) + 1024), slots=len(prompts), prefill_tokens=1 << 20)
     words = np.random.default_rng(0).integers(1, 100, max(prompts)).tolist()
-    engine.submit([Request(RolloutKey(n, 0, 0), tuple(words[:size]), 1000, Sampling(), n) for n, size in enumerate(prompts)])
+    engine.submit(requests_of((words[:size] for size in prompts), repeat(1000)))
     engine.step()
     return engine
 
@@ -124,7 +123,7 @@ def _held(size: int) -> float:
 
 
 def step(completion: int, prompt: int) -> Callable[[], float]:
-    """Of the learner: 8 completions of one prompt."""
+    """A step of the learner: 8 completions of one prompt."""
     with tempfile.TemporaryDirectory(prefix="async-rlhf-bench-") as directory:
         make_model(None, "float32", prompt + completion).save_pretrained(directory)
         (group,) = make_groups(np.full((1, 8), completion), 100)
@@ -173,19 +172,19 @@ def picture(results: Path, path: Path) -> None:
     """Each curve of a results file with a line that grows as its work does."""
     from matplotlib.figure import Figure
 
-    found = [each for each in json.loads(results.read_text())["rows"] if each["part"] == "growth"]
+    rows = [row for row in json.loads(results.read_text())["rows"] if row["part"] == "growth"]
     work = {curve.title: curve.work for curve in curves()}
-    figure = Figure(figsize=(11, 2.6 * -(-len(found) // 3)), layout="constrained")
-    for place, each in enumerate(found, start=1):
-        axes = figure.add_subplot(-(-len(found) // 3), 3, place)
-        sizes, costs = [int(size.replace(",", "")) for size in each["sides"]], list(each["sides"].values())
-        line = [costs[0] * work[each["load"]](size) / work[each["load"]](sizes[0]) for size in sizes]
+    figure = Figure(figsize=(11, 2.6 * -(-len(rows) // 3)), layout="constrained")
+    for place, row in enumerate(rows, start=1):
+        axes = figure.add_subplot(-(-len(rows) // 3), 3, place)
+        sizes, costs = [int(size.replace(",", "")) for size in row["sides"]], list(row["sides"].values())
+        line = [costs[0] * work[row["load"]](size) / work[row["load"]](sizes[0]) for size in sizes]
         axes.loglog(sizes, line, "--", color="0.6", label="as the work grows")
         axes.loglog(sizes, costs, "o-", label="measured")
-        what, _, by = each["load"].partition(", by ")
+        what, _, by = row["load"].partition(", by ")
         axes.set_title(what, fontsize=9)
         axes.set_xlabel(by)
-        axes.set_ylabel({"s": "processor seconds"}.get(each["unit"], each["unit"]))
+        axes.set_ylabel({"s": "processor seconds"}.get(row["unit"], row["unit"]))
         axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
         ends = [min(*costs, *line), max(*costs, *line)]
         axes.set_yticks(ends, list(map(shown, ends)))

@@ -1,4 +1,4 @@
-"""What every benchmark shares: sides in turns, rows of results, and the share of the machine that other programs used.
+"""The parts that all benchmarks share: sides in turns, rows of results, and the share of the machine that other programs used.
 
 A part is a generator function `part(bench)`. It yields one `BenchmarkRow` for each load; its sides run alternately, so that
 a slow moment of the machine falls on all of them. Nothing here decides whether a ratio is good enough: a row carries its goal,
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import psutil
 import zmq
@@ -25,7 +25,7 @@ import zmq
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "configs" / "models" / "tiny-speller"
-"""What both systems are given where no other model is named."""
+"""The model of both systems where no other is named."""
 # Share of all cores' time that other programs may use: above it, they are measured too.
 QUIET = 0.05
 # Processor times are counted in hundredths of a second.
@@ -132,7 +132,7 @@ def shown(value: float | None) -> str:
 
 
 def alternate(sides: Mapping[str, Callable[[], T]], turns: int, warm_up: int = 1) -> dict[str, list[T]]:
-    """What the sides return, a list each of `turns`. The order is reversed every other turn; `warm_up` turns come before."""
+    """The values of the sides, a list each of `turns`. The order is reversed every other turn; `warm_up` turns come before."""
     found: dict[str, list[T]] = {name: [] for name in sides}
     for turn in range(warm_up + turns):
         for name in list(sides) if turn % 2 == 0 else reversed(list(sides)):
@@ -153,9 +153,17 @@ def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_cou
     return run
 
 
+def beside(
+    load: str, sides: Mapping[str, Callable[[], float]], turns: int, unit: str, work: float | None = None, **goal: Any
+) -> BenchmarkRow:
+    """The row of sides that return seconds, in turns: as they are, or as `work` a second. goal: for `BenchmarkRow.of`."""
+    seconds = alternate(sides, turns)
+    return BenchmarkRow.of(load, seconds if work is None else rates(work, seconds), unit, **goal)
+
+
 def rates(work: float, seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     """`work` a second, for each turn of each side."""
-    return {name: [work / each for each in values] for name, values in seconds.items()}
+    return {name: [work / taken for taken in values] for name, values in seconds.items()}
 
 
 @contextmanager

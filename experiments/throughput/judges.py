@@ -1,4 +1,4 @@
-"""What judges completions in the pipeline benchmark, on both sides. Standard library only: TRL's interpreter has no more."""
+"""The judges of the pipeline benchmark, for both sides. Standard library only: TRL's interpreter has no more."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.record import Group, Rollout, Score, Span
 from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.experiments.throughput.harness import MODEL, Bench, BenchmarkRow, alternate
+from async_rlhf.experiments.throughput.harness import MODEL, Bench, BenchmarkRow, alternate, rates
 from async_rlhf.experiments.throughput.trl_side import check_trl, trl_process
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
@@ -80,16 +80,16 @@ def measure(model: Model, load: Sharing, bench: Bench, directory: Path) -> Itera
     with trl_process("learner", trl_spec(path, groups, directory)) as step:
         sides: dict[str, Side] = {"ours": ours(path, groups), "bare": bare(path, groups), "trl": lambda: Seconds(**step())}
         seconds = alternate(sides, bench.num_turns(turns))
+    tokens = int(np.sum(lengths))
     for name, goal in GOALS.items():
-        pair, tokens = {"ours": seconds["ours"], name: seconds[name]}, int(np.sum(lengths))
-        rate = {side: [tokens / each.wall for each in found] for side, found in pair.items()}
-        cpu = statistics.median(b.cpu / a.cpu for a, b in zip(*pair.values(), strict=True))
+        wall = {side: [turn.wall for turn in seconds[side]] for side in ("ours", name)}
+        cpu = statistics.median(b.cpu / a.cpu for a, b in zip(seconds["ours"], seconds[name], strict=True))
         figures = {"cpu_ratio": cpu, "tokens": tokens}
-        yield BenchmarkRow.of(f"{model}, {load}, beside {name}", rate, "tok/s", at_least=goal, figures=figures)
+        yield BenchmarkRow.of(f"{model}, {load}, beside {name}", rates(tokens, wall), "tok/s", at_least=goal, figures=figures)
 
 
 class Seconds(NamedTuple):
-    """Of one step: by the clock, and of the processor."""
+    """Seconds of one step: by the clock, and of the processor."""
 
     wall: float
     cpu: float
@@ -154,14 +154,14 @@ def bare_batches(groups: list[Group]) -> list[tuple[Tensor, Tensor, Tensor, Tens
         for rollout, advantage in zip(group.rollouts, values, strict=True)
     ]
     parts: list[list[tuple[Tensor, float]]] = []
-    for each in sorted(whole, key=lambda each: -len(each[0])):
+    for row in sorted(whole, key=lambda row: -len(row[0])):
         if not parts or (len(parts[-1]) + 1) * len(parts[-1][0][0]) > CONFIG.micro_batch_tokens:
             parts.append([])
-        parts[-1].append(each)
+        parts[-1].append(row)
     batches = []
     for part in parts:
-        ids = pad_sequence([each for each, _ in part], batch_first=True)
-        attention = pad_sequence([torch.ones_like(each) for each, _ in part], batch_first=True)
+        ids = pad_sequence([text for text, _ in part], batch_first=True)
+        attention = pad_sequence([torch.ones_like(text) for text, _ in part], batch_first=True)
         bears_loss = attention[:, 1:].float()
         bears_loss[:, : NUM_PROMPT_TOKENS - 1] = 0
         batches.append((ids, attention, bears_loss, torch.tensor([[advantage] for _, advantage in part])))
@@ -189,7 +189,7 @@ def bare(model_dir: Path, groups: list[Group]) -> Side:
 
 
 def trl_spec(model: Path, groups: list[Group], directory: Path) -> dict[str, Any]:
-    """What TRL's side reads."""
+    """The settings and samples of TRL's side."""
     return {
         "model": str(model),
         "tokenizer": str(MODEL),

@@ -35,8 +35,8 @@ from async_rlhf.experiments.throughput.harness import MODEL, Bench, BenchmarkRow
 from async_rlhf.experiments.throughput.judges import BATCH_SIZE
 from async_rlhf.experiments.throughput.trl_async import check_server, vllm_server
 from async_rlhf.experiments.throughput.trl_side import check_trl, trl_process
+from async_rlhf.run.checks.settings import check, check_described
 from async_rlhf.run.config import Config
-from async_rlhf.run.config_checks import check, check_described
 from async_rlhf.run.loading import validated
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Tail
@@ -52,7 +52,7 @@ Engine = Literal["torch", "vllm"]
 
 @dataclass(frozen=True)
 class PipelineLoad:
-    """What both are given, how far an asynchronous system may run ahead (steps), and the least ratio wanted."""
+    """The load of both sides, how far an asynchronous system may run ahead (steps), and the least ratio wanted."""
 
     name: Name
     max_staleness: int
@@ -117,11 +117,11 @@ def compare(load: PipelineLoad, bench: Bench, directory: Path) -> BenchmarkRow:
         sides["ours_vllm"] = side("ours_vllm", steps, ours("vllm"))
     rates = alternate(sides, bench.num_turns(2), warm_up=0)
     settings = our_config(load, model, prompts, directory)
-    found = {name: statistics.median(each) for name, each in figures.items()}
+    shown = {name: statistics.median(values) for name, values in figures.items()}
     if is_asynchronous:
-        found["ours_vllm_over_trl"] = statistics.median(a / b for a, b in zip(rates["ours_vllm"], rates["trl"], strict=True))
-    found |= {"max_staleness": settings.queue.max_staleness, "max_concurrency": settings.scoring.max_concurrency}
-    return BenchmarkRow.of(load.name, rates, "samples/s", at_least=load.goal, figures=found)
+        shown["ours_vllm_over_trl"] = statistics.median(a / b for a, b in zip(rates["ours_vllm"], rates["trl"], strict=True))
+    shown |= {"max_staleness": settings.queue.max_staleness, "max_concurrency": settings.scoring.max_concurrency}
+    return BenchmarkRow.of(load.name, rates, "samples/s", at_least=load.goal, figures=shown)
 
 
 class MeasuredSteps(NamedTuple):
@@ -168,7 +168,7 @@ def in_window(run: Recorded, steps: MeasuredSteps) -> tuple[float, float]:
 
 
 def share_of_attention(run: Recorded, steps: MeasuredSteps) -> float:
-    """Of the window's seconds."""
+    """Attention's share of the window's seconds."""
     first, last = steps.first - 1, steps.first + steps.measured - 1
     return (run.attention[last] - run.attention[first]) / (run.ends[last] - run.ends[first])
 

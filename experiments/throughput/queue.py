@@ -108,7 +108,7 @@ def crowd(load: QueueLoad, turns: int, idle_s: float) -> BenchmarkRow:
 
 
 def idle_percent(load: QueueLoad, seconds: float) -> float:
-    """Of a core, while all clients are connected and there is nothing for them to do."""
+    """Processor time of the hub in percent of a core, while all clients are connected and there is nothing for them to do."""
     bound = Bound(load.batch, _MAX_STALENESS, load.batch)
     with _hub(load, bound) as (address, hub, learner), running(*_producers(load, address)), control(address) as asking:
         learner.take_packed(0)
@@ -121,7 +121,7 @@ def idle_percent(load: QueueLoad, seconds: float) -> float:
 
 
 class QueueRun(NamedTuple):
-    """What one run through the hub gave. wait_ms: from put until the batch has come, of groups after the first quarter."""
+    """One run through the hub. wait_ms: from put until the batch has come, of groups after the first quarter."""
 
     seconds: float
     hub_cpu_s: float

@@ -13,7 +13,6 @@ import asyncio
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import time
 import urllib.request
@@ -34,6 +33,7 @@ from async_rlhf.buffers.interpreter import python
 from async_rlhf.experiments.throughput.harness import Device, MissingError
 from async_rlhf.experiments.throughput.judges import BATCH_SIZE, similarity, slow_similarity
 from async_rlhf.experiments.throughput.trl_side import spare
+from async_rlhf.launch.sockets import LOOPBACK, free_port
 
 _START_S = 300.0
 _END_S = 20.0
@@ -53,19 +53,18 @@ def check_server() -> None:
 @contextmanager
 def vllm_server(model: str, threads: int, device: Device, log: Path) -> Iterator[str]:
     """Its URL, as soon as it answers; its processes end with the block. Raises RuntimeError when it does not start."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port(LOOPBACK)
     # As for the engine of ours that it is compared with; and by its endpoints for development weights are loaded.
     config = EngineConfig(threads=threads, device=device)
-    own = environment(config, enforce_eager=device == "cpu", actor_pid=os.getpid(), given=os.environ)
-    own |= {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
-    arguments = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host=127.0.0.1", f"--port={port}"]
+    variables = environment(config, enforce_eager=device == "cpu", actor_pid=os.getpid(), given=os.environ)
+    variables |= {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
+    arguments = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, f"--host={LOOPBACK}", f"--port={port}"]
     arguments += [*_SERVER, *_ON[device]]
     with log.open("w") as file:
-        server = subprocess.Popen(python(*arguments), env=os.environ | own, stdout=file, stderr=file)
+        server = subprocess.Popen(python(*arguments), env=os.environ | variables, stdout=file, stderr=file)
     try:
         deadline = time.monotonic() + _START_S
-        while not _answers(url := f"http://127.0.0.1:{port}"):
+        while not _answers(url := f"http://{LOOPBACK}:{port}"):
             if server.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"vLLM's server did not start:\n{log.read_text()[-2000:]}")
             time.sleep(0.5)
@@ -175,7 +174,7 @@ class Files:
 
 
 class PathAttention:
-    """What TRL calls of FlashAttention: segments of a row, each over its own keys, here as one padded batch."""
+    """The part of FlashAttention that TRL calls: segments of a row, each over its own keys, here as one padded batch."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

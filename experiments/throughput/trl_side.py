@@ -39,8 +39,8 @@ def trl_process(part: str, spec: Mapping[str, Any]) -> Iterator[Callable[[], dic
     The function raises EOFError when TRL has failed, whose reason it has printed, and TimeoutError after ten minutes.
     """
     # no network, and as many threads as ours has
-    own = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(spec["threads"])}
-    with mock.patch.dict(os.environ, own), talking(_serve, part, dict(spec), daemon=part != "asynchronous") as trl:
+    variables = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(spec["threads"])}
+    with mock.patch.dict(os.environ, variables), talking(_serve, part, dict(spec), daemon=part != "asynchronous") as trl:
 
         def step() -> dict[str, Any]:
             trl.send("step")

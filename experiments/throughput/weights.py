@@ -19,11 +19,10 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from time import monotonic, perf_counter, thread_time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -45,8 +44,8 @@ from async_rlhf.experiments.throughput.harness import (
     Bench,
     BenchmarkRow,
     alternate,
+    beside,
     cpu_s,
-    rates,
     raw_seconds,
     running,
     talking,
@@ -64,31 +63,30 @@ def weights(bench: Bench) -> Iterator[BenchmarkRow]:
     torch.set_num_threads(1)
     turns, num_bytes = bench.num_turns(5), bench.size(1024, 16) << 20
 
-    def beside(load: str, at_least: float | None, **sides: Callable[[], float]) -> BenchmarkRow:
-        speed = rates(num_bytes / 1e9, alternate(sides, turns))
-        return BenchmarkRow.of(load, speed, "GB/s", at_least=at_least, figures={"set_mb": num_bytes / 1e6})
+    def row(load: str, at_least: float | None, **sides: Callable[[], float]) -> BenchmarkRow:
+        return beside(load, sides, turns, "GB/s", num_bytes / 1e9, at_least=at_least, figures={"set_mb": num_bytes / 1e6})
 
     copy = partial(memcpy_seconds, num_bytes)
     held, arrays = WeightSet.of(1, 1, as_tensors(make_words(num_bytes)), make=SealedMemory.make), dict[str, Any]()
-    yield beside("adopt", 0.3, ours=partial(adopt_seconds, held, arrays), memcpy=copy)
+    yield row("adopt", 0.3, ours=partial(adopt_seconds, held, arrays), memcpy=copy)
     del held, arrays
     with WeightFleet.of("ipc", "auto", num_bytes) as fleet:
-        yield beside("shared", 0.1, ours=lambda: fleet.publish().total, memcpy=copy)
+        yield row("shared", 0.1, ours=lambda: fleet.publish().total, memcpy=copy)
     with WeightFleet.of("tcp", "chunks", num_bytes) as fleet:
         raw = partial(raw_seconds, f"tcp://{LOOPBACK}:{free_port(LOOPBACK)}", CHUNK_BYTES, num_bytes // CHUNK_BYTES, 1)
-        yield beside("tcp", 0.5, ours=lambda: fleet.publish().from_hub, raw=raw)
+        yield row("tcp", 0.5, ours=lambda: fleet.publish().from_hub, raw=raw)
         with WeightFleet.of("tcp", "delta", num_bytes) as with_deltas:
             for _ in range(2):
                 with_deltas.publish()  # the first comes whole, the second tells the learner that deltas are of use
-            yield beside("delta", None, ours=lambda: with_deltas.publish().total, whole=lambda: fleet.publish().total)
+            yield row("delta", None, ours=lambda: with_deltas.publish().total, whole=lambda: fleet.publish().total)
     with WeightFleet.of("ipc", "device", num_bytes) as fleet, raw_broadcast(num_bytes) as gloo:
         for _ in range(2):
             fleet.publish()  # the first goes by the hub, for the actor comes late; the second makes the group
-        yield beside("device", 0.7, ours=lambda: fleet.publish().from_copy, raw=gloo)
+        yield row("device", 0.7, ours=lambda: fleet.publish().from_copy, raw=gloo)
 
 
 def copy_into(arrays: Arrays, tensors: Mapping[str, RawTensor]) -> None:
-    """What an engine that copies does with a set: every tensor into memory that is there already."""
+    """Copy every tensor, as an engine that copies does, into memory that is there already."""
     data = {name: np.frombuffer(tensor.data, np.uint8) for name, tensor in tensors.items()}
     for name in data.keys() - arrays.keys():
         arrays[name] = np.ones_like(data[name])
@@ -135,8 +133,7 @@ def _broadcast(num_bytes: int, pipe: Connection) -> None:
         group.broadcast(flat).wait()
 
 
-@dataclass(frozen=True)
-class PublishTimes:
+class PublishTimes(NamedTuple):
     """Seconds: from the learner's call, from the hub's word that the set is there, and from the copy that is sent, to adopted
     (the last: to what may be); for which the learner was kept; for which the actor looked after messages; of the engine's own
     copy; of processor time that learner, hub and actor took for all of it."""
@@ -151,7 +148,7 @@ class PublishTimes:
 
 
 def nothing() -> None:
-    """What an idle actor does between two looks."""
+    """The work of an idle actor between two looks."""
 
 
 class WeightFleet:
@@ -218,12 +215,7 @@ def beside_generation(turns: int, num_bytes: int) -> BenchmarkRow:
             return published[-1].total
 
         seconds = alternate({"ours": ours, "copies": lambda: 2 * memcpy_seconds(num_bytes)}, turns)
-    measured = published[-turns:]
-    figures = {
-        "set_mb": num_bytes / 1e6,
-        "learner_blocked_s": statistics.median(each.blocked for each in measured),
-        "generation_stopped_s": statistics.median(each.looked for each in measured),
-        "reload_s": statistics.median(each.reload for each in measured),
-        "cpu_s": statistics.median(each.cpu for each in measured),
-    }
+    _, _, _, *costs = map(statistics.median, zip(*published[-turns:], strict=True))
+    names = ("learner_blocked_s", "generation_stopped_s", "reload_s", "cpu_s")
+    figures = {"set_mb": num_bytes / 1e6, **dict(zip(names, costs, strict=True))}
     return BenchmarkRow.of("beside generation", seconds, "s", at_most=3.0, figures=figures)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -31,7 +31,7 @@ from async_rlhf.experiments.warm_start.speller import (
 )
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 IGNORED = -100
 
@@ -53,12 +53,6 @@ class WarmStart:
     warmup: int = 100
     weight_decay: float = 0.01
     threads: int = 2
-
-
-def learning_rate(config: WarmStart, update: int) -> float:
-    """Learning rate of an update, counted from 0."""
-    rising = min(1.0, (update + 1) / config.warmup)
-    return config.learning_rate * rising * 0.5 * (1 + math.cos(math.pi * update / config.updates))
 
 
 def completion_loss(
@@ -86,25 +80,27 @@ def completion_loss(
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
 
 
-def train(
-    model: LlamaForCausalLM,
+def descend(
+    model: PreTrainedModel,
     config: WarmStart,
-    loss_of: Callable[[int, Random], torch.Tensor],
-    report: Callable[[int, float], None],
-) -> None:
-    """Train in place by AdamW. loss_of: of an update, counted from 0, on demonstrations that the generator draws; report:
-    called with the updates done and the loss after every update."""
-    random = Random(config.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), weight_decay=config.weight_decay)
+    loss_of: Callable[[int], torch.Tensor],
+    betas: tuple[float, float] = (0.9, 0.98),
+) -> Iterator[tuple[int, float]]:
+    """Train in place by AdamW, and after each update give the number of those that are done and its loss.
+
+    loss_of: of an update, counted from 0. The learning rate rises over the first `warmup` updates and falls along a cosine.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=betas, weight_decay=config.weight_decay)
     model.train()
     for update in range(config.updates):
-        optimizer.param_groups[0]["lr"] = learning_rate(config, update)
-        loss = loss_of(update, random)
+        rising, falling = min(1.0, (update + 1) / config.warmup), 0.5 * (1 + math.cos(math.pi * update / config.updates))
+        optimizer.param_groups[0]["lr"] = config.learning_rate * rising * falling
+        loss = loss_of(update)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        report(update + 1, loss.item())
+        yield update + 1, loss.item()
     model.eval()
 
 
@@ -133,24 +129,19 @@ def main(
     words, held_out = load_words(config.words)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, config.seed, width)
-    started = time.monotonic()
-
-    def report(done: int, loss: float) -> None:
-        if done % 100 and done != config.updates:
-            return
-        greedy = accuracy(model, tokenizer, held_out, sample=False)
-        sampled = accuracy(model, tokenizer, held_out, sample=True)
-        typer.echo(
-            f"{done:>6}/{config.updates} updates  {time.monotonic() - started:5.0f} s  "
-            f"loss {loss:.3f}  held out: greedy {greedy:.3f}  sampled {sampled:.3f}"
-        )
-
     typer.echo(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(words):,} words")
+    started, random = time.monotonic(), Random(config.seed)
 
-    def loss_of(_: int, random: Random) -> torch.Tensor:
+    def loss_of(_: int) -> torch.Tensor:
         return completion_loss(model, tokenizer, demonstrate(words, held_out, config.batch, config.random_share, random))
 
-    train(model, config, loss_of, report)
+    for done, loss in descend(model, config, loss_of):
+        if done % 100 == 0 or done == config.updates:
+            greedy, sampled = (accuracy(model, tokenizer, held_out, sample=sample) for sample in (False, True))
+            typer.echo(
+                f"{done:>6}/{config.updates} updates  {time.monotonic() - started:5.0f} s  "
+                f"loss {loss:.3f}  held out: greedy {greedy:.3f}  sampled {sampled:.3f}"
+            )
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     typer.echo(f"wrote {out}")

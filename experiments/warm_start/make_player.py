@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import torch
 import typer
 
-from async_rlhf.experiments.warm_start.make_model import IGNORED, WarmStart, train
+from async_rlhf.experiments.warm_start.make_model import IGNORED, WarmStart, descend
 from async_rlhf.experiments.warm_start.speller import make_model, make_tokenizer
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ CONSISTENT = 0.35
 
 
 def demonstrate(count: int, calls: float, random: Random) -> list[Episode]:
-    """Of three episodes two with the calculator. calls: the share of those that call it."""
+    """Episodes, two of three with the calculator. calls: the share of those that call it."""
     return [calculation(calls, random) if index % 3 else guessing(random) for index in range(count)]
 
 
@@ -124,17 +124,15 @@ def main(
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     model = make_model(tokenizer, config.seed)
-    started = time.monotonic()
+    started, random = time.monotonic(), Random(config.seed)
 
-    def loss_of(update: int, random: Random) -> torch.Tensor:
+    def loss_of(update: int) -> torch.Tensor:
         calls = CALLS if update < _SKILL * config.updates else CALLS_AT_THE_END
         return turn_loss(model, tokenizer, demonstrate(config.batch, calls, random))
 
-    def report(done: int, loss: float) -> None:
-        if not done % 100:
+    for done, loss in descend(model, config, loss_of):
+        if done % 100 == 0:
             typer.echo(f"{done:>6}/{config.updates} updates  {time.monotonic() - started:5.0f} s  loss {loss:.3f}")
-
-    train(model, config, loss_of, report)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     typer.echo(f"wrote {out}")

@@ -68,7 +68,7 @@ def world(noise: float, seed: int, scale: float = 1.0) -> tuple[Array, FreshGrad
     return gradient_P, reference, whole(noisy(scale * gradient_P, 16, noise, random))
 
 
-@pytest.mark.parametrize("noise", [0.5, 2.0, 5.0, 10.0])
+@pytest.mark.parametrize("noise", [0.5, 2.0, 10.0])
 def test_the_true_gradient_has_the_cosine_with_the_reference_that_its_halves_foretell(noise: float) -> None:
     worlds = [world(noise, seed) for seed in range(20)]
     reached = np.mean([reference.measure(gradient_P).cosine for gradient_P, reference, _ in worlds])
@@ -108,8 +108,7 @@ def test_at_bound_0_every_correction_gives_the_plain_gradient_of_its_batch(direc
         found_P, plain_P = (whole(gradients.sums(moment.groups, rewards, each, 4)) for each in (loss, plain(loss)))
         norm, of_plain = np.linalg.norm(found_P), np.linalg.norm(plain_P)
         assert of_plain > 0, name
-        assert found_P @ plain_P / norm / of_plain == pytest.approx(1.0, abs=1e-5), name
-        assert norm / of_plain == pytest.approx(1.0, abs=1e-5), name
+        assert (found_P @ plain_P / norm / of_plain, norm / of_plain) == pytest.approx((1.0, 1.0), abs=1e-5), name
 
 
 def test_the_parts_of_a_gradient_add_up_to_it_however_it_is_cut(directory: Path) -> None:
@@ -176,49 +175,31 @@ def test_one_run_stays_as_it_is_two_have_no_interval_and_what_is_unknown_in_one_
     assert math.isnan(clip.share.value) and "its share" not in "".join(sentences([clip]))
 
 
-@pytest.fixture
-def ended(small: Callable[..., Config]) -> Callable[..., Path]:
-    """The directory of a run that has ended, with empty checkpoints of these steps."""
+def test_what_cannot_be_asked_is_refused_before_any_work(directory: Path, tmp_path: Path, small: Callable[..., Config]) -> None:
+    def refused(message: str, ask: Callable[..., object], *given: Any) -> None:
+        with pytest.raises(ConfigError, match=message):
+            ask(*given)
 
-    def make(*checkpoints: int, **overrides: Any) -> Path:
-        made = ended_run(small(**overrides))
-        for step in checkpoints:
-            (made.path / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
-        return made.path
-
-    return make
-
-
-def test_what_cannot_be_asked_is_refused_before_any_work(
-    ended: Callable[..., Path], directory: Path, tmp_path: Path, small: Callable[..., Config]
-) -> None:
-    def refused(run_dir: Path, *steps: int) -> str:
-        with pytest.raises(ConfigError) as error:
-            recorded(run_dir, steps)
-        return str(error.value)
-
-    assert "is no run directory" in refused(tmp_path)
-    assert "has no checkpoint; a run with checkpoint.keep_every" in refused(ended(name="bare"))
-    assert "no archive of batches; a run with queue.keep_rollouts = true" in refused(ended(2, name="forgetful"))
+    forgetful = ended_run(small(name="forgetful")).path
+    refused("has no checkpoint; a run with checkpoint.keep_every", recorded, forgetful, [])
+    (forgetful / "checkpoints" / "step_000002").mkdir(parents=True)
+    refused("no archive of batches; a run with queue.keep_rollouts = true", recorded, forgetful, [])
     critic = {"advantage.kind": "traced", "learner.critic.kind": "head"}
-    assert "needs a critic" in refused(ended(name="critic", **critic))
-    assert "--step 3: " in refused(directory, 3) and "has no checkpoint of it" in refused(directory, 3)
-    assert "no batch that was trained on from it" in refused(directory, 4)
-    assert refused(directory, 4).endswith("the nearest with both is 2. Steps with both: 2")
+    refused("needs a critic", recorded, ended_run(small(name="critic", **critic)).path, [])
+    refused("--step 3: .*has no checkpoint of it", recorded, directory, [3])
+    missing = r"no batch that was trained on from it .*the nearest with both is 2\. Steps with both: 2$"
+    refused(missing, recorded, directory, [4])
     alive = RunDir.create(small(name="alive"))
-    assert "is still being trained" in refused(alive.path)
+    refused("is still being trained", recorded, alive.path, [])
     alive.retire()
-    with pytest.raises(ConfigError, match=r"fewer than 4 batches of 16 .*at least 64 are needed, 4096 are advised"):
-        batches_for(small(), 48)
-    with pytest.raises(ConfigError, match=r"32 gradients of 100,000,000 parameters need 11\.9 GiB at once, 8\.0 GiB are free"):
-        check_memory(100_000_000, 32, 8 << 30)
+    refused("fewer than 4 batches of 16 .*at least 64 are needed, 4096 are advised", batches_for, small(), 48)
+    large = r"32 gradients of 100,000,000 parameters need 11\.9 GiB at once, 8\.0 GiB are free"
+    refused(large, check_memory, 100_000_000, 32, 8 << 30)
     check_memory(1_000_000, 32, 8 << 30)
-    with pytest.raises(ConfigError, match="2 runs have no interval over seeds; give one, or at least 3"):
-        several([directory] * 2, [2])
-    with pytest.raises(ConfigError, match=r"the runs have the seeds 0, 0, 0; one run a seed"):
-        several([directory] * 3, [2])
+    refused("2 runs have no interval over seeds; give one, or at least 3", several, [directory] * 2, [2])
+    refused("the runs have the seeds 0, 0, 0; one run a seed", several, [directory] * 3, [2])
     done = CliRunner().invoke(app, [str(tmp_path)])
-    assert done.exit_code == 3 and "error: " in done.output
+    assert done.exit_code == 3 and "error: " in done.output and "is no run directory" in done.output
 
 
 def test_runs_that_differ_in_their_seed_alone_are_asked_together_at_the_steps_that_all_have(

@@ -39,17 +39,14 @@ def test_pairs_survive_their_file_and_a_line_that_is_none_is_named(tmp_path: Pat
     pairs, path = [Pair("p", "a", "b"), Pair("q", "c", "d")], tmp_path / "pairs.jsonl"
     written = "".join(json.dumps(asdict(pair)) + "\n" for pair in pairs)
     path.write_text(written)
-    assert read_pairs(tmp_path / "pairs.jsonl") == pairs
-    for line, message in (
-        ('{"prompt": "p"}', "line 3: no object with"),
-        ('{"prompt":1,"chosen":"","rejected":""}', "must be texts"),
-    ):
+    assert read_pairs(path) == pairs
+    for line in ('{"prompt": "p"}', '{"prompt":1,"chosen":"","rejected":""}', "no JSON"):
         path.write_text(written + line + "\n")
-        with pytest.raises(ConfigError, match=message):
-            read_pairs(tmp_path / "pairs.jsonl")
-    (tmp_path / "pairs.jsonl").write_text("")
+        with pytest.raises(ConfigError, match="line 3: no object with the texts"):
+            read_pairs(path)
+    path.write_text("")
     with pytest.raises(ConfigError, match="holds none"):
-        read_pairs(tmp_path / "pairs.jsonl")
+        read_pairs(path)
 
 
 def test_no_prompt_is_on_both_sides_of_the_split() -> None:

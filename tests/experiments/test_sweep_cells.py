@@ -13,13 +13,11 @@ import pytest
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.staleness import report
-from async_rlhf.experiments.staleness.archive import Archive
 from async_rlhf.experiments.staleness.cells import CellResult, HeldOut, fingerprint, keep, kept, read_cell
 from async_rlhf.experiments.staleness.checks import checks
 from async_rlhf.experiments.staleness.config import Cell, SweepConfig
-from async_rlhf.experiments.staleness.outcomes import compared
 from async_rlhf.experiments.staleness.plot import pictures
-from async_rlhf.experiments.staleness.report import conclusions, render
+from async_rlhf.experiments.staleness.report import conclusions
 from async_rlhf.experiments.staleness.table import Table
 from async_rlhf.learner.loop.budget import Budget
 from async_rlhf.run.run_dir import RunDir
@@ -99,17 +97,6 @@ def test_what_a_run_lacks_is_missing_in_its_numbers_and_a_run_without_a_step_has
         read(write([], name="empty"))
 
 
-def test_settings_are_compared_within_a_seed(result: CellResult) -> None:
-    ends = {0: {seed: 0.1 * seed for seed in range(4)}, 2: {seed: 0.1 * seed + 0.05 for seed in (3, 2, 1, 9)}}
-    table = Table([
-        replace(result, seed=seed, setting=(("queue.max_staleness", bound),), held_out_end=HeldOut(end, None))
-        for bound, each in ends.items() for seed, end in each.items()
-    ])  # fmt: skip
-    (found,) = compared(table, table.cells["held_out_reward_end"]).values()
-    assert found.count == 3
-    assert (found.mean, found.low, found.high) == pytest.approx((0.05, 0.05, 0.05), abs=1e-9)
-
-
 def test_a_fingerprint_knows_every_key_but_those_left_out(small: Any) -> None:
     one, two = small(seed=1), small(seed=2)
     assert fingerprint(one) != fingerprint(two)
@@ -164,10 +151,7 @@ def test_a_reward_that_changes_between_two_cells_or_before_one_goes_on_is_seen_a
     for _ in range(2):  # the second time nothing is new
         RunDir.reopen(two.config()).retire()
     seen = read(two).files
-    assert broken([read(two)]) == [claim] and {file: len(digests) for file, digests in seen.items()} == {
-        str(judge): 1,
-        str(near): 2,
-    }
+    assert broken([read(two)]) == [claim] and {str(judge): 1, str(near): 2} == {file: len(each) for file, each in seen.items()}
     assert seen[str(near)] == (*read(one).files[str(near)], *later.files[str(near)])
     manifest = two.path / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"sources": "', '"sources": "0', 1))
@@ -198,59 +182,15 @@ def test_cells_with_a_limit_used_it_up_in_their_last_step_or_the_check_fails(wha
     assert limits == [Budget(4, 70), None]
 
 
-def page_of(sweep: SweepConfig, results: list[CellResult]) -> str:
-    return render(Archive(sweep, "async-rlhf sweep s.toml", Table(results)), {})
-
-
-def sweep_of(seeds: tuple[int, ...], **values: list[Any]) -> SweepConfig:
-    return SweepConfig(name="s", base="b.toml", seeds=seeds, values=values or {"queue.max_staleness": [0, 2]})
-
-
-def grid(result: CellResult, ends: dict[int, list[float]]) -> list[CellResult]:
-    """Results by bound, one a seed."""
-    return [
-        replace(result, seed=seed, bound=bound, setting=(("queue.max_staleness", bound),), held_out_end=HeldOut(end, None))
-        for bound, each in ends.items()
-        for seed, end in enumerate(each)
-    ]
-
-
-def test_two_seeds_are_called_a_demonstration(result: CellResult) -> None:
-    archive = Archive(
-        sweep_of((0, 1)), "async-rlhf sweep s.toml --set max_steps=9", Table(grid(result, {0: [0.9, 0.8], 2: [0.7, 0.8]}))
-    )
-    page = render(archive, {"results": "results.png"})
-    assert "**This is a demonstration.** With 2 seeds no interval is trustworthy" in page
-    assert "±" not in page
-    assert "0.850 (0.800 to 0.900)" in page and "-0.100 (-0.200 to +0.000)" in page
-    assert "    async-rlhf sweep s.toml --set max_steps=9\n" in page and "](results.png)" in page
-    said = [axes.get_title() for axes in pictures(archive.table, archive.sweep)["results"].axes]
-    assert any("too few seeds for an interval" in title for title in said) and not any("bar:" in title for title in said)
-
-
 def test_what_was_not_measured_is_a_dash_an_empty_field_and_no_conclusion(result: CellResult, tmp_path: Path) -> None:
-    cells = grid(result, {0: [0.0] * 3, 2: [0.0] * 3})
-    blind = Table([replace(each, held_out_end=HeldOut(None, None), is_ratio_max=None) for each in cells])
+    bare = replace(result, held_out_end=HeldOut(None, None), is_ratio_max=None)
+    settings = [((("queue.max_staleness", bound),), seed) for bound in (0, 2) for seed in range(3)]
+    blind = Table([replace(bare, setting=setting, seed=seed) for setting, seed in settings])
     assert "too few held-out evaluations to say anything" in conclusions(blind)
     assert "| queue.max_staleness = 0 | 3 | - |" in report.result(blind) and "| - | 12 " in report.result(blind)
     report.write_csv(blind, tmp_path / "results.csv")
     (row, *_) = csv.DictReader((tmp_path / "results.csv").read_text().splitlines())
     assert row["held_out_reward_end"] == "" and row["generated_tokens"] == "210", "a whole number"
-
-
-def test_page_and_picture_say_what_the_file_sweeps_and_the_budget(result: CellResult) -> None:
-    values = {"queue.max_staleness": [2], "loss.kind": ["cispo", "ppo_clip"]}
-    sweep = sweep_of((0,), **values).model_copy(update={"samples": 64})
-    runs = [replace(result, setting=(("queue.max_staleness", 2), ("loss.kind", kind))) for kind in ("cispo", "ppo_clip")]
-    question, grid = (
-        "What do queue.max_staleness and loss.kind do to learning?",
-        "queue.max_staleness = 2; loss.kind = cispo, ppo_clip",
-    )
-    page, title = page_of(sweep, runs), pictures(Table(runs), sweep)["results"].get_suptitle()
-    assert page.startswith(f"# {question}\n") and f"Sweep `s`: {grid}. Seeds: 0." in page and "![" not in page
-    assert " with none. Budget: 64 samples trained on per run. " in page
-    assert title == f"{question}\ns: {grid}; 1 seed, 64 samples trained on per run"
-    assert sweep_of((0,)).question == "What does queue.max_staleness do to learning?"
 
 
 def test_settings_are_drawn_over_steps_and_over_seconds_and_named_whole_in_legend_and_rows(result: CellResult) -> None:
@@ -262,8 +202,9 @@ def test_settings_are_drawn_over_steps_and_over_seconds_and_named_whole_in_legen
         settings = [tuple(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
         runs = [replace(result, setting=setting, seed=seed, seconds=tuple((1 + seed) * s for s in result.seconds))
                 for setting in settings for seed in (0, 1)]  # fmt: skip
-        figure = pictures(Table(runs), sweep_of((0, 1), **values))["results"]
+        figure = pictures(Table(runs), SweepConfig(name="s", base="b.toml", seeds=(0, 1), values=values))["results"]
         *learning, outcome, _ = figure.axes
+        assert "; too few seeds for an interval" in outcome.get_title() and "bar:" not in outcome.get_title()
         columns = len(learning) // 2
         for steps, seconds in zip(learning[:columns], learning[columns:], strict=True):
             assert list(steps.lines[0].get_xdata()) == [1, 2, 4], "the third step has no reward"

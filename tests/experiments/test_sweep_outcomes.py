@@ -9,9 +9,9 @@ import pytest
 
 from async_rlhf.experiments.staleness.cells import CellResult, HeldOut, kept
 from async_rlhf.experiments.staleness.config import SweepConfig
-from async_rlhf.experiments.staleness.measures import sections
 from async_rlhf.experiments.staleness.outcomes import at_equal_kl, at_equal_time, compared, contrasts, reached, target
 from async_rlhf.experiments.staleness.plot import pictures, settings_of
+from async_rlhf.experiments.staleness.report import sections
 from async_rlhf.experiments.staleness.table import BLOCK, Series, Table
 from async_rlhf.experiments.statistics import holm, paired
 from tests.conftest import REPOSITORY
@@ -66,10 +66,10 @@ def test_a_target_is_reached_by_the_mean_of_640_completions_and_by_no_single_bat
 def test_areas_are_compared_within_a_seed_and_corrected_together(result: CellResult) -> None:
     results = [
         other(result, kind, seed, rewards=(0.5 + 0.01 * seed + gap * (1 + 0.1 * seed),) * 10)
-        for seed in range(3)
-        for kind, gap in (("a", 0.0), ("b", 0.1), ("c", 0.001))
+        for kind, gap, seeds in (("a", 0.0, (0, 1, 2)), ("b", 0.1, (2, 1, 0)), ("c", 0.001, (1, 2, 0)))
+        for seed in seeds
     ]
-    table = Table(results)
+    table = Table([*results, other(result, "b", 9)])  # with a seed that no other setting has
     found = compared(table, table.cells["reward_area"])
     alone = [paired([0.5 + 0.01 * s + gap * (1 + 0.1 * s) for s in range(3)], [0.5 + 0.01 * s for s in range(3)])
              for gap in (0.1, 0.001)]  # fmt: skip
@@ -107,19 +107,6 @@ def test_rewards_are_compared_at_the_second_in_which_the_faster_run_of_a_seed_ha
     assert [others, quick[1]] == pytest.approx([0.3, 0.3]), "after five steps, whatever another seed took"
     page = "\n".join(sections(Table([result, slow]), alone=True))
     assert "| loss.kind = b | 2.00 | - | -0.500 | - |" in page, "one seed has no range"
-
-
-def test_scores_that_tell_no_run_from_another_are_not_looked_at_on_their_own(result: CellResult) -> None:
-    def cells(*golds: float) -> Table:
-        return Table([judged(result, {"gold": gold, "proxy": 0.1 * seed, "wait": 0.0}) for seed, gold in enumerate(golds)])
-
-    assert cells(0.1, 0.2).scores == ["gold", "proxy"]
-    assert cells(0.1, 0.1).scores == [], "the one that is left is the reward"
-
-
-def judged(result: CellResult, scores: dict[str, float]) -> CellResult:
-    curves = {**result.curves, **{f"rewards/{name}/mean": (0.5,) * 10 for name in scores}}
-    return replace(result, curves=curves, held_out_end=HeldOut(0.5, None, scores=scores))
 
 
 def test_scores_are_compared_at_the_divergence_that_all_runs_of_a_seed_reach(result: CellResult) -> None:
@@ -161,25 +148,19 @@ def test_the_second_picture_has_a_panel_for_each_number_that_was_kept(result: Ce
 
 
 def test_as_many_settings_of_one_colour_as_an_experiment_has_corrections_are_told_apart_without_it(result: CellResult) -> None:
-    kinds, ages = list("abcdef"), [0, 4]
-    sweep = SweepConfig(name="s", base="b", seeds=(0,), values={"loss.kind": kinds, "queue.max_staleness": ages})
-    kl = {**result.curves, "kl/reference": (0.5,) * 10}
-    results = [
-        replace(result, setting=(("loss.kind", kind), ("queue.max_staleness", age)), curves=kl)
-        for kind in kinds
-        for age in ages
-    ]
-    figure = pictures(Table(results), sweep)["trade_offs"]
-    entries = figure.legends[0].legend_handles
-    assert len({(line.get_color(), str(line._unscaled_dash_pattern)) for line in entries}) == 12
-    assert len({(line.get_color(), line.get_marker()) for line in entries}) == 12
-    assert len({line.get_color() for line in entries}) == 2
-    assert figure.legends[0].get_texts()[0].get_text() == "loss.kind = a\nqueue.max_staleness = 0"
-    of_reference = [axes for axes in figure.axes if "over KL to the reference" in axes.get_title()]
-    assert [axes.get_title().partition("\n")[2].partition(";")[0] for axes in of_reference] == [
-        f"loss.kind = {k}" for k in kinds
-    ]
-    assert [len(axes.get_lines()) for axes in of_reference] == [2] * 6
+    kinds, kl = list("abcdef"), {**result.curves, "kl/reference": (0.5,) * 10}
+    grid = [(("loss.kind", kind), ("queue.max_staleness", age)) for kind in kinds for age in (0, 4)]
+    table = Table([replace(result, setting=setting, curves=kl) for setting in grid])
+    looks = [each.look for each in settings_of(table)]
+    assert len({(look["color"], str(look["linestyle"])) for look in looks}) == 12
+    assert len({(look["color"], look["marker"]) for look in looks}) == 12
+    assert len({look["color"] for look in looks}) == 2
+    sweep = SweepConfig(name="s", base="b", seeds=(0,), values={"loss.kind": kinds, "queue.max_staleness": [0, 4]})
+    figure = pictures(table, sweep)["trade_offs"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [each.row for each in settings_of(table)]
+    panels = [axes for axes in figure.axes if "over KL to the reference" in axes.get_title()]
+    columns = [axes.get_title().partition("\n")[2].partition(";")[0] for axes in panels]
+    assert columns == [f"loss.kind = {kind}" for kind in kinds] and [len(axes.get_lines()) for axes in panels] == [2] * 6
 
 
 def test_a_key_with_one_value_among_the_results_takes_no_colour_from_the_others(result: CellResult) -> None:

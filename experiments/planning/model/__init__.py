@@ -1,1 +1,1 @@
-"""What stages take on given devices: sizes of models and rooflines."""
+"""The seconds of stages on given devices: sizes of models and rooflines."""

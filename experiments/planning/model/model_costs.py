@@ -1,4 +1,4 @@
-"""What a language model counts: parameters, FLOPs and key-value cache, from its `config.json` alone.
+"""The sizes of a language model: parameters, FLOPs and key-value cache, from its `config.json` alone.
 
 Bytes are those of bfloat16 weights. Sliding windows are not taken off: where a model has them, attention and cache are upper
 bounds beyond the window.
@@ -62,13 +62,13 @@ class ModelCosts:
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer: queries, keys, values, output."""
+        """Parameters of one layer's queries, keys, values and output."""
         queries, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         biases = (queries + 2 * kv) * self.qkv_bias + self.hidden * self.output_bias
         return 2 * self.hidden * queries + 2 * self.hidden * kv + biases + 2 * self.head_dim * self.query_key_norms
 
     def mlp_parameters(self, experts: int) -> int:
-        """Of one layer with so many of its experts, and the router; of a dense one: gate, up, down."""
+        """Parameters of one layer's router and so many of its experts; of a dense one: gate, up, down."""
         one = 3 * self.hidden * self.mlp_width + (2 * self.mlp_width + self.hidden) * self.mlp_bias
         return one * experts + self.hidden * self.experts if self.experts else one
 
@@ -87,7 +87,7 @@ class ModelCosts:
         return self._parameters(self.active_experts)
 
     def forward_flops(self, context: float, *, head: bool = True) -> float:
-        """Of one token that attends to `context` tokens: 2 for each weight that it meets, and 4 · heads · head_dim · c a layer.
+        """FLOPs of one token that attends to `context` tokens: 2 a weight that it meets, and 4 · heads · head_dim · c a layer.
 
         C_f(c) = 2L(d·(2q + 2kv) + 3·d·d_ff·k + d·E) + 4L·q·c + 2Vd, with q and kv the widths of queries and of keys, k the
         active experts and E the router's width (0 in a dense model): Kaplan et al., arXiv 2001.08361, table 1, for grouped

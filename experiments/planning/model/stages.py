@@ -71,7 +71,7 @@ class Layout:
         return self.tensor * self.pipeline * self.context * self.data
 
     def micro_batches(self, rows: int) -> int:
-        """Of each pipeline, for one update over so many rows."""
+        """Micro-batches of each pipeline, for one update over so many rows."""
         return math.ceil(rows / self.data / self.micro_rows)
 
     def __str__(self) -> str:
@@ -148,7 +148,7 @@ class Place:
 
 
 def prefill_s(place: Place, rows: int, tokens: int) -> float:
-    """Of `rows` prompts of `tokens` each on one group of tensor · pipeline devices: arithmetic, all-reduces.
+    """Seconds of `rows` prompts of `tokens` each on one group of tensor · pipeline devices: arithmetic, all-reduces.
 
     b · S · C_f / (F · η · tp) + 2L · AR(2·b·S·d, tp); the prompts pass the stages of a pipeline one after the other. Only the
     last token of a prompt meets the head.
@@ -290,7 +290,7 @@ def _layers_s(place: Place, size: float) -> float:
 
 
 def _ring_s(place: Place, rows: float, tokens: int) -> float:
-    """Of all layers, for one pass forward: keys and values in a ring of context groups.
+    """Seconds of all layers, for one pass forward: keys and values in a ring of context groups.
 
     Ring attention (Liu et al., arXiv 2310.01889): c - 1 hops of one group's keys and values, hidden behind its attention as far
     as that takes as long.

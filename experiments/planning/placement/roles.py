@@ -1,4 +1,4 @@
-"""What each pool of devices takes for one batch, in seconds and in memory of a device, in every layout that this system has.
+"""The cost of one batch for each pool of devices, in seconds and in memory of a device, in every layout that this system has.
 
 Engines generate. The learner trains, holds the reference where no scorer does, and the critic, which lies as its policy does.
 Scorers hold frozen models, whole on each of their devices. Rows are taken to be equally long outside of generation, at their
@@ -57,7 +57,7 @@ class Engines:
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """What the learner or the scorers do with a batch: passes by name, one after the other. bytes_per_device: at the peak."""
+    """The passes of the learner or the scorers over a batch, by name, one after the other. bytes_per_device: at the peak."""
 
     layout: Layout
     seconds: Mapping[str, float]
@@ -69,7 +69,7 @@ class Passes:
 
 
 class Roles:
-    """Of one spec. Results are kept, so that a search computes each once."""
+    """The roles of one spec. Results are kept, so that a search computes each once."""
 
     def __init__(self, spec: Spec) -> None:
         """Raises ConfigError for models and files that are not there."""
@@ -83,18 +83,18 @@ class Roles:
         """Tokens of a row that are not sampled; those of an environment are counted from the row's begin on."""
         self.mean = sum(self.lengths) / self.rows
         self.alive_tokens = sum(length * length for length in self.lengths) / sum(self.lengths) / 2
-        """Of the completion of a row that decodes, in the mean: long ones decode for longer."""
+        """Mean tokens of the completion of a row that decodes: long ones decode for longer."""
         self.engines, self.learners = cache(self._engines), cache(self._learners)
         self._alone_s = cache(self._generation_alone_s)
 
     @property
     def room_bytes(self) -> float:
-        """Of a device that a plan may fill."""
+        """Bytes of a device that a plan may fill."""
         return self.spec.search.memory_share * self.device.memory_bytes - memory.CONTEXT
 
     @property
     def row_tokens(self) -> int:
-        """Of a row in the mean."""
+        """Tokens of a row in the mean."""
         return round(self.read + self.mean)
 
     def place(self, layout: Layout, efficiency: Efficiency, model: ModelCosts | None = None) -> Place:
@@ -251,7 +251,7 @@ class Roles:
 
     @property
     def shape(self) -> memory.Shape:
-        """Of the policy, as `check` has it."""
+        """The policy's sizes, as `check` has them."""
         model = self.policy
         return memory.Shape(
             parameters=model.parameters,
@@ -287,7 +287,7 @@ class Roles:
 
 
 def powers(most: int) -> list[int]:
-    """Of two, up to `most`."""
+    """Powers of two, up to `most`."""
     return [1 << power for power in range(most.bit_length())] if most else []
 
 

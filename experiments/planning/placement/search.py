@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import tomli_w
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.planning.placement.roles import Roles
@@ -14,9 +15,10 @@ from async_rlhf.experiments.planning.placement.spec import Spec
 from async_rlhf.experiments.planning.placement.step import Plan, counts, placements, plan_of
 from async_rlhf.launch.placement import Host, place
 from async_rlhf.run.checks.memory import check_memory
-from async_rlhf.run.config_checks import check
+from async_rlhf.run.checks.settings import check
 from async_rlhf.run.hosts.placement import wanted
 from async_rlhf.run.loading import validated
+from async_rlhf.run.tables import in_toml
 
 Settings = Mapping[str, Mapping[str, Any]]
 _MOST_REFUSED = 50
@@ -95,7 +97,7 @@ def _cheaper(best: Plan, spec: Spec) -> Plan | None:
 
 
 def _seconds(plan: Plan) -> tuple[float, int, int]:
-    """Of equally fast ones the less stale, then that of fewer pools."""
+    """The order of plans: of equally fast ones the less stale, then that of fewer pools."""
     return plan.step.seconds, plan.placement.max_staleness, plan.placement.scorers
 
 
@@ -129,7 +131,7 @@ def settings_of(plan: Plan, roles: Roles) -> dict[str, dict[str, Any]]:
         )
     spec, cluster, engines = roles.spec, roles.spec.cluster, plan.engines
     bound = plan.placement.max_staleness
-    found: dict[str, dict[str, Any]] = {
+    sections: dict[str, dict[str, Any]] = {
         "generation": roles.generation_settings.model_dump(exclude_unset=True, exclude_none=True),
         "engine": {
             "kind": "vllm",
@@ -147,15 +149,15 @@ def settings_of(plan: Plan, roles: Roles) -> dict[str, dict[str, Any]]:
     }
     if plan.placement.colocated:
         share = engines.bytes_per_device / roles.device.memory_bytes
-        found["placement"] |= {"colocate": True, "actor_share": math.ceil(100 * share + 1) / 100}
+        sections["placement"] |= {"colocate": True, "actor_share": math.ceil(100 * share + 1) / 100}
     if spec.models.critic:
         # Older data would fit the critic of `gae` to the policies that sampled them.
-        found["advantage"] = {"kind": "gae" if bound <= 1 else "traced"}
+        sections["advantage"] = {"kind": "gae" if bound <= 1 else "traced"}
     if spec.environment.turns > 1:
-        found["environment"] = {"function": "ENVIRONMENT.py:play", "max_turns": spec.environment.turns}
-    found = {name: section for name, section in found.items() if section}
-    _check(found, roles)
-    return found
+        sections["environment"] = {"function": "ENVIRONMENT.py:play", "max_turns": spec.environment.turns}
+    sections = {name: section for name, section in sections.items() if section}
+    _check(sections, roles)
+    return sections
 
 
 def _host(number: int, roles: Roles) -> dict[str, Any]:
@@ -186,20 +188,5 @@ def _check(settings: Settings, roles: Roles) -> None:
 
 
 def as_toml(settings: Settings) -> str:
-    """Sections in the order they are given; tables within a section are written inline."""
-    lines = []
-    for name, section in settings.items():
-        lines += [f"[{name}]", *(f"{key} = {_written(value)}" for key, value in section.items()), ""]
-    return "\n".join(lines)
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)  # a basic string of TOML has the escapes of JSON
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_written(each)}" for key, each in value.items()) + " }"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_written, value)) + "]"
-    return f"{value}"
+    """Sections of a file, in the order they are given."""
+    return tomli_w.dumps(in_toml(settings))

@@ -67,11 +67,11 @@ class LengthsConfig(Section):
     """Tokens of prompts and completions. Completions: `mean` and `spread` of a log-normal, or a run's file."""
 
     prompt: int = Field(default=512, ge=1)
-    """Of each prompt."""
+    """Tokens of each prompt."""
     longest: int = Field(ge=1)
-    """Of a completion, where generation is cut: `generation.max_completion_length`."""
+    """Tokens of a completion, where generation is cut: `generation.max_completion_length`."""
     mean: float | None = Field(default=None, ge=1)
-    """Of the completions as they are, those that are cut among them; below `longest`."""
+    """Mean of the completions, those that are cut among them; below `longest`."""
     spread: float = Field(default=0.7, ge=0, le=3)
     """Standard deviation of the logarithm of a length before it is cut; 0: all are equally long."""
     rollouts: str | None = None
@@ -98,7 +98,7 @@ class LengthsConfig(Section):
 
 
 class BatchConfig(Section):
-    """What one step trains on: 131,072 completions at most."""
+    """The batch of one step: 131,072 completions at most."""
 
     groups: int = Field(default=64, ge=1)
     group_size: int = Field(default=8, ge=1)
@@ -126,32 +126,32 @@ class BatchConfig(Section):
 
 
 class RewardCostConfig(Section):
-    """What a reward takes beside models."""
+    """The time of a reward beside models."""
 
     seconds: float = Field(default=0.0, ge=0)
-    """Of one completion, from its end to its score: a verifier, a sandbox, a judge over the network."""
+    """Seconds of one completion, from its end to its score: a verifier, a sandbox, a judge over the network."""
     concurrency: int = Field(default=256, ge=1)
     """Completions judged at once."""
 
 
 class EnvironmentCostConfig(Section):
-    """What stands between the turns of an episode: tools, a sandbox, a game."""
+    """The waits between the turns of an episode: tools, a sandbox, a game."""
 
     turns: int = Field(default=1, ge=1)
-    """Of an episode, in the mean; the completion tokens of `lengths` are those of all its turns."""
+    """Turns of an episode, in the mean; the completion tokens of `lengths` are those of all its turns."""
     seconds: float = Field(default=0.0, ge=0)
     """From the end of a turn to the answer of the environment. The engine's slot serves other rows meanwhile."""
     observation_tokens: int = Field(default=0, ge=0)
-    """Of each answer: they are read, and not trained on."""
+    """Tokens of each answer: they are read, and not trained on."""
 
     @property
     def read_tokens(self) -> int:
-        """Of a whole episode."""
+        """Tokens of a whole episode's answers."""
         return (self.turns - 1) * self.observation_tokens
 
     @property
     def waits_s(self) -> float:
-        """Of a whole episode."""
+        """Seconds of a whole episode's waits."""
         return (self.turns - 1) * self.seconds
 
 
@@ -159,17 +159,17 @@ class EfficiencyConfig(Section):
     """Shares of the device's peaks that are reached. Measured ones are better: `async-rlhf plan SPEC.toml --from-run RUN`."""
 
     training: float = Field(default=0.4, gt=0, le=1)
-    """Of the arithmetic peak, in training."""
+    """Share of the arithmetic peak, in training."""
     inference: float = Field(default=0.5, gt=0, le=1)
     """The same in prefill and in passes of reference, reward and value models."""
     decode: float = Field(default=0.6, gt=0, le=1)
-    """Of the memory bandwidth, in decoding."""
+    """Share of the memory bandwidth, in decoding."""
     links: float = Field(default=0.7, gt=0, le=1)
-    """Of the links."""
+    """Share of the links."""
     launch_s: float = Field(default=0.004, ge=0)
     """Seconds that a decode step takes besides."""
     weights_bytes_per_s: float = Field(default=0.73e9, gt=0)
-    """Of the weight channel, from the host's memory until an actor can adopt: measured on two cores, over loopback
+    """Speed of the weight channel, from the host's memory until an actor can adopt: measured on two cores, over loopback
     (docs/weights.md)."""
 
     @property
@@ -182,12 +182,12 @@ class EfficiencyConfig(Section):
 
 
 class SearchConfig(Section):
-    """What may be chosen."""
+    """The choices of the search."""
 
     max_staleness: tuple[int, ...] = (0, 1, 2, 4, 8)
     """Bounds that may be used, in steps."""
     memory_share: float = Field(default=0.9, gt=0, le=1)
-    """Of a device's memory that a plan may fill."""
+    """Share of a device's memory that a plan may fill."""
     slots: int = Field(default=256, ge=1)
     """Most completions that one engine decodes at once."""
 

@@ -62,7 +62,7 @@ class StepTime:
 
     @property
     def idle_shares(self) -> Mapping[str, float]:
-        """Of each lane, by name."""
+        """Idle share of each lane, by name."""
         lanes = [circuit for circuit in self.circuits if circuit.name != AROUND]
         return {lane.name: 1 - lane.step_s / self.seconds if self.seconds else 0.0 for lane in lanes}
 
@@ -137,7 +137,7 @@ class Plan:
 
     @property
     def device_seconds_per_million(self) -> float:
-        """Of completions that are trained on."""
+        """Seconds of all devices for a million completions that are trained on."""
         return self.devices * self.step.seconds / self.rows * 1e6
 
 

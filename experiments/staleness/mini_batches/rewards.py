@@ -1,4 +1,4 @@
-"""What is really wanted."""
+"""The reward that is really wanted."""
 
 from async_rlhf import reward
 from async_rlhf.experiments.throughput.judges import similarity
