@@ -1,4 +1,4 @@
-"""What each layer of a model attends to, by its configuration, and how long a text may be. Values only, no torch.
+"""The attention pattern of each layer of a model, and the longest text it can take, read from its configuration. No torch.
 
 Learner, reference and torch engine make their masks from this. A family is listed when its layers keep nothing but keys and
 values, and attend to all before, to a window, or to a chunk, by `layer_types` or `sliding_window`; each is held to plain
@@ -65,7 +65,7 @@ class Attention:
     reaches: Mapping[str, Reach]
 
     def masks(self, make: Callable[[Reach], T]) -> T | dict[str, T]:
-        """What the model takes as `attention_mask`."""
+        """The model's `attention_mask` argument: one mask, or one by layer type."""
         if "" in self.reaches:
             return make(self.reaches[""])
         return {kind: make(reach) for kind, reach in self.reaches.items()}
@@ -77,7 +77,7 @@ class Attention:
 
 
 def attention(config: Mapping[str, Any]) -> Attention | None:
-    """Of a configuration with all its fields (`PretrainedConfig.to_dict()`); None for a family that is not listed."""
+    """The attention of a complete configuration (`PretrainedConfig.to_dict()`); None for a family that is not listed."""
     if config.get("model_type") not in FAMILIES or config.get("alibi"):
         return None
     window, chunk = config.get("sliding_window"), config.get("attention_chunk_size")
@@ -112,7 +112,7 @@ def attend_by(model: Any, name: str, function: Callable[..., Any]) -> None:
 
 
 def cache_argument(model: Any) -> str:
-    """What a pass of a transformers model calls the keys and values it is given: `cache`, before 5.24 `past_key_values`."""
+    """The name of a transformers model's cache argument: `cache`, before 5.24 `past_key_values`."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 

@@ -27,7 +27,7 @@ _MIN_STD = 1e-6
 
 @dataclass(frozen=True)
 class Composition:
-    """What is done with each component, by its name.
+    """How the components, by name, make one reward.
 
     weights: 1.0 where none is given. rule: the weighted values are summed or multiplied. gates: components that only open
     or close: where one is not above 0 the reward is 0. clip: lowest and highest value, `reward` for the whole.

@@ -137,7 +137,7 @@ class CurriculumConfig(Section):
         return bool(self.reward)
 
     def check(self) -> None:
-        """What no setting can see alone. Raises ConfigError."""
+        """Check the settings against each other. Raises ConfigError."""
         if not self.is_on:
             if self != CurriculumConfig():
                 raise ConfigError(

@@ -194,7 +194,7 @@ class Order:
         return len(self._places)
 
     def place(self, number: int) -> int:
-        """Of a number that has one."""
+        """The place of a number that has one."""
         return self._places[number]
 
     def not_judged_below(self, number: int) -> list[int]:
@@ -262,7 +262,7 @@ class Order:
     # -- the file ----------------------------------------------------------------------------------------------------
 
     def _write(self) -> None:
-        """What was decided goes to disk, and exists then. Raises OSError."""
+        """Write the decision to disk, then apply it. Raises OSError."""
         if self._decided is None:
             return
         self._file.append(self._unwritten)

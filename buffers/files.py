@@ -187,7 +187,7 @@ class Appending:
         self._torn = False  # there may be something behind the end
 
     def cut(self, end: int) -> None:
-        """Of a file that is there: its first `end` bytes count, the rest is removed."""
+        """Keep the first `end` bytes of an existing file and remove the rest."""
         self.end = end
         if end < self._files.size(self._path):
             self._files.truncate(self._path, end)

@@ -86,7 +86,7 @@ class LineFile:
         self._file = Appending(self._path)
 
     def sync(self) -> None:
-        """What was written is durable when this returns; may be called by another thread. Raises OSError."""
+        """Make all written lines durable; may be called by another thread. Raises OSError."""
         with suppress(FileNotFoundError):  # it may be about to begin anew
             DISK.sync_path(self._path)
             DISK.sync_path(self._path.parent)

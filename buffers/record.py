@@ -1,4 +1,4 @@
-"""What was observed: one rollout, and the group of rollouts that share a prompt.
+"""Observations: one rollout, and the group of rollouts that share a prompt.
 
 Records hold observations only (tokens, the log-probabilities they were sampled with, the version of every token, scores
 and their state). What is estimated from them (advantages, ratios, KL) is computed by the learner when it consumes
@@ -49,7 +49,7 @@ class Span:
 
 
 class Piece(NamedTuple):
-    """What one plain pass reads of a row of T tokens behind a prompt: `[start, stop)` of them, behind their own first
+    """The tokens `[start, stop)`, of a row of T behind a prompt, that one plain pass reads, behind their own first
     `num_prompt` tokens; 0 in the first piece, which stands behind the group's prompt."""
 
     start: int
@@ -182,7 +182,7 @@ class Rollout:
 
     @property
     def pieces(self) -> list[Piece]:
-        """What plain passes read, in order; one without restarts."""
+        """The pieces that plain passes read, in order; one without restarts."""
         return pieces(self.spans)
 
     @property
@@ -311,7 +311,7 @@ def _check_routing(prompt: int, rollouts: Sequence[Rollout]) -> None:
 
 
 def source_of(columns: Mapping[str, Any]) -> str | None:
-    """Of a row's columns; None where the data are of one task."""
+    """The source named by a row's columns; None where the data are of one task."""
     return None if columns.get(SOURCE) is None else str(columns[SOURCE])
 
 
@@ -326,7 +326,7 @@ def staleness(version: int, step: int) -> int:
 
 @dataclass(frozen=True)
 class Entry:
-    """Of a group that was put, what the queue decides by."""
+    """The facts about a put group that the queue decides by."""
 
     attempt: int
     oldest_version: int

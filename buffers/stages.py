@@ -120,7 +120,7 @@ _log = logging.getLogger(__name__)
 
 
 class SpanFile:
-    """What a process did and when (idle stretches, adopted weights), one JSON object a line, for a trace afterwards.
+    """A process's timed activities (idle stretches, adopted weights), one JSON object a line, for a trace afterwards.
 
     Owns the file, appended to by one process. max_bytes: as of `LineFile`. `lost_lines`: those that could not be written, on a
     full disk for example."""

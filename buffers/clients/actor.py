@@ -28,7 +28,7 @@ _CLAIMS = 10  # of a name that is taken, one a beat: an actor that ended is know
 
 @dataclass(frozen=True)
 class ActorState:
-    """What an actor reports to the hub."""
+    """The state that an actor reports to the hub."""
 
     capacity: int
     fence: int
@@ -205,7 +205,7 @@ class ActorClient:
             self._connection.send(put, arrays)
 
     def _put_again(self) -> None:
-        """What there was no room for, when its time has come."""
+        """Repeat the puts that the hub had no room for, once they are due."""
         now = self._link.clock()
         for number in [number for number, at in self._later.items() if now >= at]:
             del self._later[number]

@@ -64,7 +64,7 @@ class SetDigest:
             self._begin()
 
     def _begin(self) -> None:
-        """Of the next tensor: where it begins and ends, how far its bytes are taken, and both numbers so far."""
+        """Set the next tensor's range of bytes, the bytes taken of it and its two partial digests."""
         self._spec = next(self._coming, None)
         self._start = self._done = self._end
         if self._spec is not None:

@@ -185,7 +185,7 @@ class LearnerSession:
         return can_come and admission.order.next_number() is None and not admission.fleet.leased
 
     def waiting_for(self) -> str:
-        """What the learner waits for, in words."""
+        """A sentence that says why the learner waits."""
         admission = self._admission
         if self.waits_for_prompts:
             if made := admission.bound.num_numbers:

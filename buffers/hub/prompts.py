@@ -70,7 +70,7 @@ class Prompts:
         order.append(self._target(admission, further=1), self._num_known, outcomes, order.num_steps)
 
     def of(self, number: int) -> dict[str, Any]:
-        """Of a credit for this number: the `row` where actors have none, or the `place` of the row that was chosen."""
+        """Fields of this number's credit: its `row` where actors have no rows, or the `place` of the chosen row."""
         if self._order is None:
             return {} if self.spool is None else {"row": self.spool.stream.row(number)}
         place = self._order.place(number)

@@ -10,7 +10,7 @@ from async_rlhf.buffers.protocol.message import Canary, Count, Digest, GroupId, 
 
 
 class EngineDevice(MessageBase):
-    """What an engine reports of its part in the device channel.
+    """An engine's report on the device channel.
 
     epoch_id: the epoch, (fence, number), that it was given last. is_member: it has not left that one. received: fence and
     version of the newest set that came whole. num_refused: sets that came and were not adopted, because their digests differ.

@@ -1,4 +1,4 @@
-"""What a message is and how it travels: a frozen record whose fields are checked before anything looks at them.
+"""Messages: frozen records whose fields are checked before anything reads them, and their two encodings.
 
 `Framing`: a MessagePack header, [protocol, request, fields], then raw little-endian arrays. `Codec`: one frame, [protocol,
 fields], with columns of users in it. Types are strict: a text is no number, a float no integer, 1 no truth value. Every
@@ -32,7 +32,7 @@ Frames = list[bytes]
 MAX_HEADER_BYTES = 4 << 20
 """The largest honest header of the hub's protocol is a Put: a few hundred bytes a member plus the texts."""
 MAX_FRAME_BYTES = 1 << 30
-"""What a side takes that trusts the other: no frame is larger, whatever the hub's own limit."""
+"""The largest frame that a trusting side receives, whatever the hub's own limit."""
 _MAX_ITEMS = 1 << 16
 
 
@@ -192,7 +192,7 @@ class Codec(Generic[M]):
             raise WireError(f"{what}: {error}") from error
 
     def _plain(self, value: Any) -> Any:
-        """What a message holds and MessagePack does not know: a record within it, or a column."""
+        """A MessagePack value for a nested record, or for a column of another type."""
         if isinstance(value, MessageBase):
             return dict(value)
         if self._converts:
@@ -216,7 +216,7 @@ def _of_fields(kinds: Mapping[str, type[M]], fields: Any, request: int = 0) -> M
 
 
 def _shown(value: Any) -> str:
-    """Of a value that may be nested a thousand deep."""
+    """A short form of a value that may be nested a thousand deep."""
     return repr(str(value)[:100] if isinstance(value, str | int | float | None) else reprlib.repr(value)[:100])
 
 

@@ -105,7 +105,7 @@ def _text(text: str) -> str:
 
 @dataclass(frozen=True)
 class GroupSchema:
-    """What every group of a run looks like, by its configuration: checked before a group is made durable.
+    """The shape that a run's configuration requires of every group; checked before a group is made durable.
 
     What the learner could not read, or would train on wrongly, must not enter: a batch is given again as it was, so one such
     group would end the learner at every start.
@@ -173,8 +173,7 @@ def _not_of_run(number: int, detail: str) -> WireError:
 
 
 def check_group(header: GroupHeader, frames: Frames, schema: GroupSchema | None = None) -> Entry:
-    """What admission needs to know of the group in the frames of a Put; raises WireError when it cannot be unpacked, or is
-    none of this run.
+    """The `Entry` of the group in the frames of a Put. Raises WireError when it cannot be unpacked or does not fit this run.
 
     The reasons: `lengths` (what disagrees with what), `logprobs`, `tokens`, `spans`, `schema` (`GroupSchema`), and `record` for
     everything else. Does not make the group, which costs ten times as much, unless something in it is rare.
@@ -276,12 +275,12 @@ def _num_routed(header: GroupHeader) -> list[int]:
 
 
 def _num_sampled(header: GroupHeader) -> list[int]:
-    """Of each member."""
+    """Sampled tokens of each member."""
     return [sum(num_tokens for version, num_tokens, _ in spans if version is not None) for spans in header.spans]
 
 
 def _lengths(header: GroupHeader) -> tuple[list[int], list[int]]:
-    """Of the parts of the two arrays, in their order (`GroupHeader`)."""
+    """Lengths of the parts of the two arrays, in the order of `GroupHeader`."""
     sampled = _num_sampled(header)
     supports = zip(sampled, header.num_support, strict=True)
     masks = [part for num_tokens, kept in supports if kept is not None for part in (num_tokens, kept)]

@@ -309,7 +309,7 @@ class Refused(message.Message):
 
 
 class Announced(message.OfSet):
-    """What is known of a weight set before its bytes. places: of its parts, where they lie in sealed memory."""
+    """The description of a weight set that precedes its bytes. places: of its parts, where they lie in sealed memory."""
 
     num_bytes: Count
     tensors: list[message.TensorSpec]
@@ -334,7 +334,7 @@ class Publish(Announced):
 
 
 class Wanted(message.Message):
-    """What the hub requests of an announced set: its chunks, or only those of the delta.
+    """The hub's request for the chunks of an announced set, or for those of its delta.
 
     delta_next: a delta would be of use with the next set.
     """

@@ -135,7 +135,7 @@ class Admission:
         return True
 
     def blame(self, name: str, number: int, reason: str) -> None:
-        """What was wrong with a group that was refused, should its actor be lost with it."""
+        """Note why a group was refused, in case its actor is lost with it."""
         if name in self.fleet.actors and number in self.fleet.actors[name].leases:
             self.fleet.failures.blame(number, reason)
 
@@ -295,7 +295,7 @@ class Admission:
     # -- memory and numbers ------------------------------------------------------------------------------------------
 
     def remember(self) -> QueueSnapshot:
-        """What a journal must keep beside the groups and batches that are not committed yet."""
+        """The state that a journal must keep beside the uncommitted groups and batches."""
         line, uncommitted = self.order, self._batches.numbers
         head = line.floor(uncommitted)
         passed = (n for n in range(head, line.head) if n not in uncommitted and not line.is_dead(n))

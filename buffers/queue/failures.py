@@ -36,7 +36,7 @@ class Failures:
         return self._attempts.get(number, 0)
 
     def blame(self, number: int, reason: str) -> None:
-        """What was wrong with this attempt, should it fail: a group that is refused ends its actor."""
+        """Note a reason in case this attempt fails: a group that is refused ends its actor."""
         self._blamed[number] = reason[:_MAX_LENGTH]
 
     def lost(self, number: int, reason: str, *, counts: bool) -> bool:
@@ -81,7 +81,7 @@ class Failures:
             self.suspects.discard(number)
 
     def remember(self) -> dict[int, Past]:
-        """What a journal must keep, by number."""
+        """The past of each number, for a journal."""
         reasons = self._reasons
         return {n: (lost, self._counts.get(n, 0), tuple(reasons.get(n, ()))) for n, lost in self._attempts.items()}
 

@@ -140,8 +140,8 @@ class Rooms:
 
 
 class Silences:
-    """What actors held whose leases ended because they were silent. Silence counts against no group; an end that is seen
-    later does: the supervisor's word, or the actor's return under its name as another process.
+    """The groups that silent actors held. Silence counts against no group; an end that is seen later does: the supervisor
+    reports it, or another process joins under the actor's name.
     """
 
     MAX_NAMES = 1024
@@ -158,7 +158,7 @@ class Silences:
             del self._silent[next(iter(self._silent))]
 
     def ended(self, name: str) -> list[Credit]:
-        """What the silent actor `name` held, once."""
+        """The credits that the silent actor `name` held; none at the next call."""
         return self._silent.pop(name)[1] if name in self._silent else []
 
     def back(self, name: str, actor: Actor) -> list[Credit]:
@@ -270,11 +270,11 @@ class Fleet:
         return {name: actor for name, actor in with_room.items() if not actor.doubted} or with_room
 
     def name(self, identity: bytes) -> str | None:
-        """Of the actor behind a connection."""
+        """The name of the actor behind a connection."""
         return self._names.get(identity)
 
     def telemetry(self) -> dict[str, float]:
-        """What all actors report, summed; counters (`*_total`, `*_s`) include those of actors that have left."""
+        """The sum of all actors' telemetry; counters (`*_total`, `*_s`) include those of actors that have left."""
         total = dict(self._left)
         for actor in self.actors.values():
             _add(total, actor.telemetry)
@@ -298,7 +298,7 @@ class Fleet:
         return any(actor.leases.pop(number, None) for actor in self.actors.values())
 
     def _remove(self, name: str, goes_on: bytes | None = None) -> Actor | None:
-        """What it counted stays in the sums, unless it goes on over this connection."""
+        """Its counters stay in the sums, unless it goes on over this connection."""
         actor = self.actors.pop(name, None)
         if actor is not None:
             self._names.pop(actor.identity, None)

@@ -54,7 +54,7 @@ class _RecordPlace:
 
 @dataclass
 class JournalReplay:
-    """What a journal holds: the newest state, the groups put and not committed, and the batches made of them."""
+    """The content of a journal: the newest state, the uncommitted groups, and the batches made of them."""
 
     state: QueueSnapshot = field(default_factory=QueueSnapshot)
     entries: dict[int, Entry] = field(default_factory=dict)
@@ -182,7 +182,7 @@ class Journal:
 
     @contextmanager
     def disk(self) -> Iterator[None]:
-        """What the disk refuses is an error of the journal; a full one can be waited out."""
+        """Turn an OSError into a JournalError, or DiskFullError for a full disk, which can be waited out."""
         try:
             yield
         except BlockingIOError:
@@ -254,7 +254,7 @@ class Journal:
         return replay
 
     def _cut_off(self, replay: JournalReplay, number: int, data: bytes, good: int) -> None:
-        """What is behind byte `good` is no whole record: a write that no fsync followed, or damage (DamagedError)."""
+        """Cut off an unfinished write behind byte `good`. Raises DamagedError when the bytes there had been made durable."""
         path, behind = self._path(number), list(segment.whole_records(data, good + 1))
         if number != self._segments[-1] or any(isinstance(each, segment.Mark) and each.offset > good for _, each in behind):
             lost = f"bytes {good} to {behind[0][0] if behind else len(data)} of {len(data)}"

@@ -11,7 +11,7 @@ from async_rlhf.buffers.record import Entry
 
 @dataclass(frozen=True)
 class QueueSnapshot:
-    """What a journal remembers: enough to go on as if the hub had not died (leases are soft and come back by `join`)."""
+    """The queue's state in a journal: enough to go on as if the hub had not died (leases are soft and come back by `join`)."""
 
     fence: int = 0
     committed_step: int = 0

@@ -139,7 +139,7 @@ class ConsumptionOrder:
         return lowest
 
     def forget_below(self, floor: int) -> None:
-        """Of the filtered numbers below the floor only the count is kept."""
+        """Keep only the count of the filtered numbers below the floor."""
         place = bisect.bisect_left(self.filtered, floor)
         self.filtered_before += place
         del self.filtered[:place]

@@ -1,4 +1,4 @@
-"""What a journal gives back: the queue's state when a hub begins or an operator takes a group back, and the trained batches.
+"""Reading a journal: the queue's state when a hub begins or an operator takes a group back, and the trained batches.
 Beside it lies `quarantine.jsonl`, one JSON object a line, for a person to read (`QuarantineFile`):
 
     {"group": 17, "prompt": 5, "attempts": 3, "reasons": ["attempt 0: actor-1 was silent for 15 s", ...]}

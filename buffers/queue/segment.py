@@ -53,7 +53,7 @@ class TakeRecord:
 
 @dataclass(frozen=True)
 class Mark:
-    """What is before byte `offset` was on disk."""
+    """All bytes before `offset` were durable."""
 
     offset: int
 
@@ -62,7 +62,7 @@ Record = PutRecord | TakeRecord | QueueSnapshot | Mark
 
 
 def put_head(number: int, entry: Entry) -> bytes:
-    """What stands before a group's bytes in the payload of its record."""
+    """The part of a record's payload before the group's bytes."""
     fields = (number, entry.attempt, entry.oldest_version, entry.newest_version, entry.num_tokens, entry.num_bytes)
     head: bytes = msgpack.packb(fields)
     return _LENGTH.pack(len(head)) + head

@@ -280,7 +280,7 @@ class _Claim:
         self._writer.write((json.dumps({"line": line, "reason": reason, "row": shown}) + "\n").encode())
 
     def finish(self) -> int:
-        """What was set aside is on disk; how many lines. Raises OSError."""
+        """Make the rejected lines durable and return how many there are. Raises OSError."""
         if self._reader is not None:
             self._reader.close()
         if self._writer is not None:

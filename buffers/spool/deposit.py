@@ -28,7 +28,7 @@ MAX_PUT_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Deposited:
-    """What one `put` has brought in. file: its name in the spool, empty when there was no row."""
+    """The result of one `put`. file: its name in the spool, empty when there was no row."""
 
     rows: int
     num_bytes: int

@@ -24,7 +24,7 @@ from async_rlhf.buffers.spool.deposit import MAX_ROW_BYTES
 
 _PIECE = 1 << 20
 MAX_APPEND_BYTES = 8 * MAX_ROW_BYTES
-"""Of one append: as much may be torn by a crash."""
+"""The largest append: a crash may tear as much."""
 _ROW = b',"row":'
 
 Place = tuple[int, int]

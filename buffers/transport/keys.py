@@ -68,7 +68,7 @@ class KeyHolder:
 
 @dataclass(frozen=True)
 class PeerKeys:
-    """What a peer needs: both keys in Z85."""
+    """A peer's own keys and the hub's public key, in Z85."""
 
     hub_public: bytes
     secret: bytes = field(repr=False)
@@ -82,7 +82,7 @@ class PeerKeys:
 
 @dataclass(frozen=True)
 class HubKeys:
-    """What the hub needs: its secret key in Z85, and the 32 bytes of every public key that it lets in, with its holder."""
+    """The hub's secret key in Z85, and the 32 bytes of every public key that it lets in, with its holder."""
 
     directory: Path
     secret: bytes = field(repr=False)
@@ -278,7 +278,7 @@ def _read(path: Path) -> bytes:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """What is in this file, which must be safe where it lies; at least one line, perhaps empty."""
+    """The lines of a key file whose mode is safe; at least one, perhaps empty."""
     try:
         mode, text = path.stat().st_mode, path.read_bytes().strip()
     except OSError as error:

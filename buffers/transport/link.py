@@ -99,7 +99,7 @@ class SocketLink:
 
     @property
     def sockets(self) -> list[Any]:
-        """What a poller waits for, when it waits for several links."""
+        """The sockets and descriptors to poll when several links are polled together."""
         return [self._socket, self._monitor, self._waker.descriptor]
 
     def send(self, frames: wire.Frames) -> bool:

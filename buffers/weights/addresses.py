@@ -33,7 +33,7 @@ class Addresses:
         self._start = -(-began // _HUGE_BYTES) * _HUGE_BYTES
         room = memoryview((ctypes.c_char * num_bytes).from_address(self._start))
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(room, np.uint8)
-        """Of which only those may be written that were mapped so; the process ends at any other."""
+        """A write to bytes that were not mapped for writing ends the process."""
         # Not when the interpreter ends: a thread may be reading still, and the kernel gives it back anyway.
         weakref.finalize(self.bytes, _libc().munmap, began, reserved).atexit = False
         lent = self.bytes.view()

@@ -1,4 +1,4 @@
-"""What stands between an actor and the version that it should serve: a decision, without a clock and without I/O.
+"""The state of an actor's adoption of the version that it should serve: a decision, without a clock and without I/O.
 
 `docs/weights.md` has the table of these states for an operator. Each is tried in the order below, and the first that holds is
 the actor's; `DUE` is the one in which the hub sends it an `Adopt`.
@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from async_rlhf.buffers.queue.admission import Actor, Admission
 
 Version = tuple[int, int]
-"""Of weights: the learner's fence, and the number."""
+"""(the learner's fence, the number) of a weight set."""
 
 
 class Adoption(StrEnum):
@@ -26,7 +26,7 @@ class Adoption(StrEnum):
 
 
 class Stored(Protocol):
-    """What the hub has of weights."""
+    """The weights that the hub has."""
 
     def has(self, version: Version) -> bool: ...
 

@@ -119,7 +119,7 @@ class Broadcasts:
         return wire.Done()
 
     def reported(self, actor: Actor, device: EngineDevice | None) -> None:
-        """What an actor reports of itself. One that lost what it was to adopt is sent it again."""
+        """Take an actor's report. An announced set that the actor has lost is announced again."""
         before, actor.device = actor.device, device
         if before is None:
             return
@@ -146,7 +146,7 @@ class Broadcasts:
         return not self.has_received(actor, target) and self.membership.is_in((name, actor.life), actor.device)
 
     def offer(self, actor: Actor, target: tuple[int, int]) -> dict[str, Any]:
-        """What an Adopt has beside its target."""
+        """Further fields of an Adopt for this target."""
         if self._newest is None or not self.has_received(actor, target):
             return {}
         return {"digest": self._newest.digest, "canary": self._newest.canary}

@@ -31,7 +31,7 @@ Words = npt.NDArray[np.unsignedinteger]
 
 
 def encode(old: memoryview, new: memoryview, specs: Sequence[TensorSpec], limit: int) -> bytes | None:
-    """What makes `new` of `old`, two sets of the same tensors; None when that is not less than `limit` bytes."""
+    """The delta from `old` to `new`, two sets of the same tensors; None when it has `limit` bytes or more."""
     compressor = zstandard.ZstdCompressor(level=_LEVEL)
     parts, size = [], 0
     for start, end, width in _blocks(specs):

@@ -24,7 +24,7 @@ def num_threads() -> int:
 
 
 def in_threads(work: Callable[[A], B], items: Iterable[A], threads: int) -> list[B]:
-    """What it returns for each, in order; all threads have ended then. Raises what it raises for the first that fails."""
+    """The results of `work`, in order; all threads have ended then. Raises the error of the first item that fails."""
     todo = list(items)
     if min(threads, len(todo)) < 2:
         return list(map(work, todo))

@@ -25,7 +25,7 @@ from async_rlhf.buffers.weights.weight_set import WeightSet, content_digest, num
 _log = logging.getLogger(__name__)
 _CHUNKS_AHEAD = 8  # chunks requested before the first has come
 TURN_S = 0.02
-"""Of verification between two decode steps: about as long as a step of a large model. 8 GB are verified in 50 to 100 turns."""
+"""Time for verification between two decode steps, about one step of a large model: 8 GB take 50 to 100 turns."""
 _MAX_DAMAGED = 3  # weight sets in a row that may come damaged (replaced at the hub while they were fetched)
 
 

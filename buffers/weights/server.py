@@ -244,7 +244,7 @@ class WeightServer:
     # -- what is here (`adoption.Stored`) ----------------------------------------------------------------------------
 
     def has(self, version: Version) -> bool:
-        """Of a version that was broadcast its own bytes, and not those of another learner's."""
+        """Whether the bytes of this version are here; for a broadcast one, those of its own learner."""
         fence, number = version
         is_broadcast = self.broadcasts.newest == version
         return number in self.store and (not is_broadcast or self.store.get(number).fence == fence)

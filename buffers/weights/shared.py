@@ -30,7 +30,7 @@ from async_rlhf.buffers.weights.addresses import Addresses
 
 Bytes = npt.NDArray[np.uint8]
 PART_BYTES, _MAX_PARTS = 64 << 20, 16
-"""Of sets up to 1 GiB; parts of larger ones are larger, for each costs every process that has the set a descriptor."""
+"""For sets up to 1 GiB; larger sets have larger parts, for each part costs every process that has the set a descriptor."""
 _BLOCK_BYTES = 8 << 20  # that memory is given to in one go: about a millisecond
 _NAME = "async-rlhf-weights-"
 # The kernel takes a page that it is just moving for one that may be written; it waits for 0.15 s itself, then returns EBUSY.
@@ -188,7 +188,7 @@ class SealedMemory:
         self._parts[index] = SealedPlace(pid=os.getpid(), descriptor=descriptor, token=token)
 
     def _open(self, index: int, start: int) -> None:
-        """What can be written from byte `start` of this part on: made when it is not there. Raises OSError."""
+        """Make this part, unless it exists, so that it can be written from byte `start` on. Raises OSError."""
         with self._opening:
             if index not in self._parts:
                 self._make(index, secrets.token_hex(16))

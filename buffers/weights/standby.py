@@ -55,7 +55,7 @@ class Standby:
         self._outcomes: SimpleQueue[tuple[tuple[int, int], WeightSet | None]] = SimpleQueue()
 
     def look(self) -> EngineDevice | None:
-        """What the hub is to know; None when this engine takes no part any more."""
+        """The report for the hub; None when this engine takes no part any more."""
         while not self._outcomes.empty():
             epoch, weights = self._outcomes.get()
             if self._seat is None or epoch != self._state.epoch_id:

@@ -20,12 +20,12 @@ from async_rlhf.buffers.weights.assembly import Assembly
 from async_rlhf.buffers.weights.weight_set import WeightSet, chunk_bytes
 
 MAX_DELTA_SHARE = 0.5
-"""Of the set's bytes: deltas that need more together are no use, for they cost time to make and to apply."""
+"""Share of the set's bytes that deltas may have together; above it making and applying them costs more than they save."""
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What makes the set with content digest `result` of the one with content digest `base` (see `delta`)."""
+    """The delta (see `delta`) from the set with content digest `base` to the one with content digest `result`."""
 
     base: str
     result: str
