@@ -52,7 +52,7 @@ class KindSection(Section):
 
     @model_serializer(mode="wrap")
     def _dump(self, dump: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
-        """What was filled in is neither set nor other than the default."""
+        """Leave out filled-in values when only set or changed ones are wanted."""
         values: dict[str, Any] = dump(self)
         if not (info.exclude_defaults or info.exclude_unset) or self.kind not in shipped(self.decorator):
             return values
@@ -92,7 +92,7 @@ class _Parameters(Section):
 
 
 class AdvantageConfig(KindSection):
-    """What a completion, or each of its tokens, is worth. Beside these keys each estimator has parameters of its own."""
+    """The advantage of a completion or of each token. Beside these keys each estimator has parameters of its own."""
 
     decorator = "advantage"
     kind: str = "group_relative"
@@ -275,7 +275,7 @@ class LearnerConfig(Section):
     device: str = "cpu"
     """Torch device of the learner; with several ranks `"cuda"` gives every rank its own."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What products are computed in; weights and optimizer stay float32."""
+    """The dtype of products; weights and optimizer stay float32."""
     reference_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the frozen reference's weights, where the learner holds it; in `bfloat16` its products are too."""
     compile: bool = False
@@ -319,8 +319,8 @@ class CheckpointConfig(Section):
 
 
 LOGITS_MIB = 256
-"""Of float32 probabilities kept for the backward pass; those of further tokens are computed twice. On an accelerator also the
-size of a chunk of logits, whose products want many tokens and whose memory is kept by its allocator."""
+"""The float32 probabilities kept for the backward pass; those of further tokens are computed twice. On an accelerator also
+the size of a chunk of logits: its products want many tokens, and its allocator keeps the memory."""
 FLOAT32_BYTES = 4
 # One chunk of logits on a CPU. The C library fetches what is larger than 32 MiB from the system each time, and for a narrow
 # model first touching its pages takes longer than computing what stands on them. But each chunk reads the whole output layer,
@@ -341,9 +341,9 @@ def chunk_tokens(vocabulary: int, device: str) -> int:
 
 
 def token_cost(weights: float, width: int) -> float:
-    """What a token costs beside attention in a layer of so many weights, in pairs of a query and a key with so many numbers in
-    all heads: each weight is multiplied with a token once, each of those numbers with a pair twice; the backward pass has twice
-    as many products with weights, and 2.5 times as many with pairs."""
+    """The cost of a token beside attention in a layer with `weights` weights. The unit is the cost of one query-key pair with
+    `width` numbers in all heads. A token is multiplied with each weight once, a pair with each of its numbers twice; the
+    backward pass has twice as many products with weights, and 2.5 times as many with pairs."""
     return 3.0 * weights / (3.5 * 2 * width)
 
 
@@ -355,10 +355,8 @@ def room_beside(prompt: int, cost: float) -> float:
 
 
 def check_division(config: LearnerConfig, size_of: Callable[[str], int | None]) -> None:
-    """What ranks share must divide by them. `size_of`: a number in the model's configuration, None where it has no such.
-
-    Raises ConfigError.
-    """
+    """Raise ConfigError when the number of ranks does not divide the sizes that they share. `size_of`: a number in the model's
+    configuration, None where it has none."""
     heads = ("num_attention_heads", "num_key_value_heads")
     shared = {"sequence_parallel": heads, "tensor_parallel": (*heads, "intermediate_size")}
     for setting, names in shared.items():

@@ -58,7 +58,7 @@ class SamplingMasks(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyInputs:
-    """What a policy reads in one forward pass, and the tokens whose log-probabilities are asked of it.
+    """The inputs of one forward pass of a policy, and the tokens whose log-probabilities are requested.
 
     ids_RL, positions_RL: int64. blocks_B4: int64, of each block its first query, the end of its queries, its first key, the end
     of its keys, in the flattened [R L]. Its queries attend to its keys; where these are the same, to those up to their own.
@@ -126,7 +126,7 @@ class MicroBatch(PolicyInputs):
         return MicroBatch.of({name: each if name == "blocks_B4" else each.to(device) for name, each in self.tensors().items()})
 
     def tensors(self) -> dict[str, Tensor]:
-        """What there is of it, by name."""
+        """The tensors that are not None, by name."""
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
     @classmethod

@@ -277,7 +277,7 @@ class _TokenLayout:
         return begin
 
     def _attend(self, begin: int) -> None:
-        """What stands from there on is a piece."""
+        """End the piece that began there."""
         if begin < self.end:
             self.own.append((begin, self.end, begin, self.end))
 

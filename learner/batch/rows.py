@@ -47,7 +47,7 @@ class BatchRow:
 
     @property
     def lengths(self) -> list[int]:
-        """Of the prompt with the first piece of its only completion, and of each further piece."""
+        """Lengths of the prompt with the first piece of its only completion, and of each further piece."""
         (member,) = self.members
         first, *others = [piece.num_read for piece in member.rollout.pieces]
         return [len(self.group.prompt_ids) + first, *others]

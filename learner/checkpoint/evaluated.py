@@ -1,4 +1,4 @@
-"""What evaluations have to do with checkpoints: which is the best, and which may not be removed because of them.
+"""The best checkpoint by evaluations, and the checkpoints that may not be removed because of them.
 
 Decided from `evaluations.jsonl` alone, by one reading of it, so that the learner, which removes checkpoints, and the
 supervisor, which evaluates them and sets the link, need not agree on anything else: what becomes the best later is the best

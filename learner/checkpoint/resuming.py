@@ -62,7 +62,7 @@ def resumable(run: Path) -> list[int]:
 
 
 def _way_out(run: Path, damaged: int) -> str:
-    """What to do when the checkpoint of `damaged` steps is: the command."""
+    """The command that goes on when the checkpoint of `damaged` steps is damaged."""
     if can := [step for step in resumable(run) if step < damaged]:
         return f"Go on from step {can[-1]}: {_train(run)} --resume --from-step {can[-1]}"
     whole = [path for path in complete(run / "checkpoints") if step_of(path) != damaged and _is_whole(path)]

@@ -17,7 +17,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Spent:
-    """What a run has used up: learner steps, completion tokens trained on, seconds of the learner."""
+    """The used part of a run's budget: learner steps, completion tokens trained on, seconds of the learner."""
 
     steps: int = 0
     tokens: int = 0

@@ -83,7 +83,7 @@ Stamp = tuple[int, int, int] | None
 
 @dataclass(frozen=True)
 class Change:
-    """What was asked for, and the first step that is made with it; None while it waits."""
+    """A requested change, and the first step that is made with it; None while it waits."""
 
     number: int
     values: Mapping[str, tuple[Any, Any]]
@@ -92,8 +92,8 @@ class Change:
 
 @dataclass(frozen=True)
 class ChangeHistory:
-    """What the lines of a ledger come to: the changes that count, in the order of their numbers, all numbers that were given,
-    and how far the learner's past lives came."""
+    """The sum of a ledger's lines: the changes that count, in the order of their numbers, the last number given, and the
+    highest step of the learner's past lives."""
 
     changes: tuple[Change, ...] = ()
     last_number: int = 0
@@ -156,7 +156,7 @@ class ChangeLedger:
         return found.st_ino, found.st_size, found.st_mtime_ns
 
     def read(self) -> ChangeHistory:
-        """What is there; read where it has changed."""
+        """The history in the file, which is read again only when it has changed."""
         stamp = self.stamp  # from before: what comes between the two is read the next time
         if stamp is None:
             return ChangeHistory()

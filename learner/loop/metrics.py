@@ -1,4 +1,4 @@
-"""What the learner records: one metrics object a step, and a sample of its rollouts. `recording` owns the files."""
+"""The learner's records: one metrics object a step, and a sample of its rollouts. `recording` owns the files."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def data_metrics(
 
 
 def _episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float | None]:
-    """Of runs with an environment: turns, tokens that were read between them, and which limits ended episodes."""
+    """For runs with an environment: turns, tokens read between them, and the shares of episodes that limits ended."""
     if all(rollout.num_tokens == rollout.length for rollout in rollouts):
         return {}
     return {
@@ -102,8 +102,8 @@ class SourceMetrics:
 
 
 class StepClock:
-    """What a step took, and what actors did meanwhile. `step_time` runs from record to record, so a checkpoint counts into the
-    step after it."""
+    """The times of a step, and the actors' work meanwhile. `step_time` runs from record to record, so a checkpoint counts
+    into the step after it."""
 
     def __init__(self) -> None:
         self._recorded_at = time.monotonic()

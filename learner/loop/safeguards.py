@@ -1,6 +1,6 @@
-"""What protects a run from its own data: the bound on staleness, failed scores, batches with nothing to learn, steps that are
-not finite, engines that sample from another policy, a policy beyond the limits that are set for it; and the adaptive guard,
-which lowers the target staleness while data look too old.
+"""Checks that protect a run from its own data: the bound on staleness, failed scores, batches with nothing to learn, steps
+that are not finite, engines that sample from another policy, a policy beyond its limits; and the adaptive guard, which
+lowers the target staleness while data look too old.
 
 The hard bound never moves and never depends on the guard; its target only sets how much of the bound is used. Several signals,
 because an effective sample size near 1 alone certifies nothing. Down after `PATIENCE` bad steps in a row, up after `RECOVERY`
@@ -170,7 +170,7 @@ class StalenessController:
 
     @property
     def target_staleness(self) -> int | None:
-        """What the hub is given: None where nothing aims below the bound."""
+        """The target for the hub; None where nothing aims below the bound."""
         return self.target if self.config.enabled or self.config.target is not None else None
 
     def follow(self, config: GuardConfig) -> None:

@@ -85,8 +85,8 @@ class SourceSession:
         self.begun = -1
         """Groups of lower numbers may be of weights that are not this learner's, whatever their version."""
         self.waited_s = self.broadcast_s = 0.0
-        """Of the last `take`; and for which a publication in this step kept the learner: the beginning of its own, and what was
-        left of the one before."""
+        """Seconds of the last `take`, and seconds that publications kept the learner in this step: the start of its own, and
+        the rest of the one before."""
 
     def take(self, step: int, target_staleness: int | None, try_group: Callable[[Group], None]) -> TakenBatch | str:
         """The next batch, or why there is none. Groups suspected of having ended learners are tried alone before."""
@@ -171,7 +171,7 @@ class SourceSession:
         self.broadcast_s += time.monotonic() - began
 
     def canary(self, step: int) -> Canary:
-        """Of the weights after `step` steps. Raises NonFiniteError where they are of no use any more."""
+        """The canary of the weights after `step` steps. Raises NonFiniteError where they cannot be used any more."""
         try:
             return self._backend.canary(self._text)
         except NonFiniteError as error:

@@ -59,7 +59,7 @@ _DRAINED = "drained"
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """What the loop takes of the whole run: the learner's own sections, and single values of the others."""
+    """The loop's part of a run's configuration: the learner's own sections, and single values of the others."""
 
     learner: LearnerConfig
     loss: LossConfig
@@ -68,7 +68,7 @@ class TrainerConfig:
     max_staleness: int
     composition: Composition
     max_failed_ratio: float
-    """Of the scores of a batch."""
+    """Largest share of failed scores in a batch."""
     sampled_groups: int
     """Groups of every step written to `rollouts.jsonl`."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
@@ -212,7 +212,7 @@ class Trainer:
                 self._backend.dry_run(updates, self.step)
 
     def _rewards(self, groups: Sequence[Group], statistics: Statistics) -> list[list[float | None]]:
-        """Of each member of each group, after `statistics` have seen them."""
+        """The reward of each member of each group, after `statistics` have seen the scores."""
         rule = self._config.composition
         statistics.observe(rule, (rollout.scores for group in groups for rollout in group.rollouts))
         return [[rule.of(group.columns).reward(rollout.scores, statistics) for rollout in group.rollouts] for group in groups]

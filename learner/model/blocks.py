@@ -55,7 +55,7 @@ class AttentionBlock:
 
 @dataclass(frozen=True)
 class _LayerPlan:
-    """What a layer computes; the last one less."""
+    """The attention blocks that a layer computes; the last layer computes fewer."""
 
     every: Sequence[AttentionBlock]
     last: Sequence[AttentionBlock]
@@ -76,7 +76,7 @@ def attend_in_blocks(model: nn.Module) -> bool:
 
 
 def planned(batch: PolicyInputs, reach: Reach, dtype: torch.dtype, last_layer: int | None) -> Tensor:
-    """Of a batch of one row, what to give as `attention_mask` to layers of this reach. last_layer: its number."""
+    """The `attention_mask` argument for layers of this reach, for a batch of one row. last_layer: its number."""
     spans = [(query, end, key, stop) for query, end, key, stop in batch.blocks_B4.tolist()]
     asked = torch.zeros(batch.ids_RL.shape[1], dtype=torch.bool)
     asked[batch.source_N] = True

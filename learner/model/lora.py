@@ -137,7 +137,7 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def factors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Of every adapted parameter W its `<name>.lora_A` [r, columns] and `<name>.lora_B` [rows, r], W' = W + B A; float32."""
+    """`<name>.lora_A` [r, columns] and `<name>.lora_B` [rows, r] of every adapted parameter W; W' = W + B A; float32."""
     for place, layer in _adapted(model):
         a, b = (half[_NAME].weight.detach().float() for half in (layer.lora_A, layer.lora_B))
         b = b * layer.scaling[_NAME]

@@ -70,9 +70,9 @@ class Critic(nn.Module):
 
 
 class Predicted(NamedTuple):
-    """Of each token, with gradients: log-probability, entropy and value, float32 [N]. Its energy, without (see `token_energy`).
-    others: int64 [N, K], other tokens in its place, which `logp_others_NK`, float32 with gradients, is of. None: what there is
-    not, or was not asked for."""
+    """Log-probability, entropy and value of each token, float32 [N] with gradients; its energy (see `token_energy`), without.
+    others_NK: int64 [N, K], other tokens in its place; logp_others_NK: float32 [N, K], with gradients. None: not available,
+    or not requested."""
 
     logp_N: Tensor
     entropy_N: Tensor
@@ -188,8 +188,8 @@ class Policy(nn.Module):
         return self._forward(batch, self._mask(batch, None), None).logp_N
 
     def _mask(self, batch: MicroBatch, dtype: torch.dtype | None) -> Any:
-        """What the model takes as `attention_mask`. Rows of one piece need no mask of ours: padding stands on the right, where
-        nothing looks. Without one attention takes its fastest kernels."""
+        """The model's `attention_mask` argument. Rows of one piece need no mask of ours: padding stands on the right, where no
+        token attends. Without a mask attention takes its fastest kernels."""
         if not batch.is_packed:
             return None
         if self.sharing == "blocks" and self.attention is not None and len(batch.ids_RL) == 1:
@@ -258,7 +258,7 @@ class Policy(nn.Module):
 
 
 def _inputs(batch: PolicyInputs, masks: Any) -> dict[str, Any]:
-    """What a trunk is given."""
+    """The arguments of a trunk."""
     inputs: dict[str, Any] = {"input_ids": batch.ids_RL, "use_cache": False}
     return inputs if masks is None else inputs | {"position_ids": batch.positions_RL, "attention_mask": masks}
 

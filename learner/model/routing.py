@@ -49,7 +49,7 @@ class RoutingReplay:
         return nullcontext(), self.given(self._experts_PMk)
 
     def _replace(self, layer: int, router: Any, inputs: Any, outputs: Any) -> Any:
-        """What the router would return if it had chosen the experts of this layer; None leaves its outputs."""
+        """The router's outputs as if it had chosen the given experts of this layer; None leaves its outputs."""
         if self._experts_PMk is None:
             return None
         logits_PE, weights_Pk, own_Pk = outputs
@@ -68,7 +68,7 @@ class RoutingReplay:
 
     @torch.no_grad()
     def _check(self, router: Any) -> None:
-        """Of a router's own choice the weights are its own."""
+        """Check that `_weights` gives a router's own weights for its own choice. Raises ConfigError."""
         states = torch.randn(8, router.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(router.weight)
         logits_PE, weights_Pk, own_Pk = router(states)
         if not torch.allclose(self._weights(router, logits_PE, own_Pk).to(weights_Pk.dtype), weights_Pk, rtol=1e-5):

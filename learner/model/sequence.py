@@ -28,8 +28,8 @@ _NAME = "ulysses"
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank computes of a micro-batch. own: its positions and the M tokens they predict. blocks_B4, positions_RL: of
-    whole rows, padded to a multiple of n. index_M: which tokens of the micro-batch they are; num_tokens: N."""
+    """One rank's share of a micro-batch. own: its positions and the M tokens they predict. blocks_B4, positions_RL: of whole
+    rows, padded to a multiple of n. index_M: the M tokens' indices in the micro-batch; num_tokens: N."""
 
     own: PolicyInputs
     blocks_B4: Tensor

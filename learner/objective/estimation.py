@@ -28,7 +28,7 @@ Rewards = Sequence[Sequence[float | None]]
 
 @dataclass(frozen=True)
 class PolicyEvaluation:
-    """Of one completion, before the first update of a step; float32 [T], None for what the run has no use for.
+    """An evaluation of one completion before the first update of a step; float32 [T], None for values the run does not need.
 
     logp_proximal: under the learner's own policy. logp_reference: under the frozen reference. value: the critic's
     estimate of the return from just before each token on. energy: |d log p / dz|^2 of each token, z the logits.
@@ -42,7 +42,7 @@ class PolicyEvaluation:
 
 @dataclass(frozen=True)
 class TokenTargets:
-    """What one completion's tokens are worth, where a number per completion is not enough; float32 [T].
+    """Targets of one completion's tokens, where a number per completion is not enough; float32 [T].
 
     observed: None where the step asked for no evaluation. advantage replaces the completion's own. mask multiplies weights, and
     leaves tokens of 0 out of numerators only: it comes from corrections that look at the whole batch. returns are what the
@@ -55,7 +55,7 @@ class TokenTargets:
     returns: Float32Array | None = None
 
     def named(self) -> dict[str, Float32Array]:
-        """What there is beside the advantage, as a micro-batch names it."""
+        """The values beside the advantage that are not None, under a micro-batch's names."""
         seen = self.observed
         observed = {} if seen is None else {name: each for name, each in vars(seen).items() if name != "energy"}
         found = {"mask": self.mask, "return": self.returns, **observed}
@@ -223,8 +223,8 @@ def _from_rewards(rewards: Rewards, config: AdvantageConfig) -> list[list[float 
 
 
 def turn_returns(rollout: Rollout, reward: float) -> list[float]:
-    """Of each turn t: R_t = r + sum of s_k over k >= t, the reward and what the environment gave for it and later ones; of an
-    agent's R_t = r + s_t, for its calls are of several conversations."""
+    """The return of each turn t: R_t = r + sum of s_k over k >= t, the reward plus the environment's scores of this and later
+    turns; for an agent R_t = r + s_t, since its calls belong to several conversations."""
     turns, scores = len(rollout.turn_lengths), rollout.turn_scores
     if len(scores) == turns:
         return [reward + (score or 0.0) for score in scores]
@@ -374,7 +374,7 @@ def _masked(
 
 
 def _mean_weight(proximal_N: Float32Array, behaviour_N: Float32Array, lengths: Sequence[int], loss: LossConfig) -> np.float32:
-    """Of tokens, or of completions where each has one; left out is what is no number, which refuses the step by itself."""
+    """The mean over tokens, or over completions where each has one weight; without NaN, which refuses the step by itself."""
     sequence_N = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     weight_N = importance_weight(torch.from_numpy(proximal_N), torch.from_numpy(behaviour_N), sequence_N, loss).numpy()
     of_completions = loss.is_level != "token" or loss_spec(loss.kind).level == "sequence"

@@ -63,7 +63,7 @@ def clipped_surrogate(r: Tensor, advantage: Tensor, clip: Clip) -> tuple[Tensor,
 
 
 def _region(outside_N: Tensor) -> Mapping[str, Tensor]:
-    """What every loss that clips records: tokens outside its region, or at its limit."""
+    """The metric of every loss that clips: tokens outside its region, or at its limit."""
     return {"clip_ratio/region_mean": outside_N.float().sum()}
 
 

@@ -89,7 +89,7 @@ class Counts:
 
 
 def denominator(config: LossConfig, counts: Counts, longest: int | None = None) -> float:
-    """What the sum of an update is divided by: a constant of the data, never of masks or weights.
+    """The divisor of an update's sum: a constant of the data, never of masks or weights.
 
     token: every token weighs the same. sequence: every completion does. fixed: every token does, and the divisor is the
     number of completions times `longest`, the most tokens that one can have, so that it does not move with the lengths (Dr.

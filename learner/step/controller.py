@@ -73,7 +73,7 @@ class Controller:
     # -- rank 0: commands of the learner's loop ----------------------------------------------------------------------
 
     def evaluate(self, rows: Sequence[BatchRow], *, energies: bool = False) -> Mapping[int, PolicyEvaluation]:
-        """Of every completion in `rows`, by its index in the batch, under the weights as they are."""
+        """Evaluations of the completions in `rows` under the current weights, by index in the batch."""
         found: Mapping[int, PolicyEvaluation] = self._together("evaluate", [rows], energies=energies)
         return found
 
@@ -104,7 +104,7 @@ class Controller:
         return found
 
     def is_read(self, until: threading.Event) -> None:
-        """What `tensors` gave is being read: no step changes it before this is set."""
+        """The result of `tensors` is being read: no step changes it before `until` is set."""
         self.machine.is_read(until)
 
     def canary(self, ids: Sequence[int] = ()) -> Canary:

@@ -237,7 +237,7 @@ class DeepSpeedMachine(Machine):
             self._optimizer._lazy_init_hp_params_optimizer_state()
 
     def _shards(self, group: str) -> Iterator[Tensor]:
-        """What AdamW updates of a group of parameters on this rank."""
+        """The shards of a group of parameters that AdamW updates on this rank."""
         names = [each["name"] for each in self._optimizer.param_groups]
         if self._stage == 3:
             shards, numbers = self._optimizer.fp32_partitioned_groups_flat, self._optimizer.sub_group_to_group_id
@@ -247,7 +247,7 @@ class DeepSpeedMachine(Machine):
         yield from (shard for index, shard in enumerate(shards) if names[numbers[index]] == group)
 
     def _set(self, p: Any, value: Tensor, key: str | None = None) -> None:
-        """What the optimizer keeps of a parameter: its weights in float32, or a moment."""
+        """Set the optimizer's copy of a parameter: its float32 weights, or the moment `key`."""
         if self._stage < 3:
             p.set_full_hp_param(value, key)
             return
@@ -325,7 +325,7 @@ def deepspeed_settings(config: LearnerConfig) -> dict[str, Any]:
 
 
 def reference_settings(config: LearnerConfig) -> dict[str, Any]:
-    """Of a frozen model at ZeRO-3: what a file sets of parameters holds for it too. Raises ConfigError."""
+    """Settings of a frozen model at ZeRO-3; a file's settings of parameters hold for it too. Raises ConfigError."""
     zero = deepspeed_settings(config)["zero_optimization"]
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -379,10 +379,10 @@ def split_dimension(own: torch.Size, whole: torch.Size) -> int | None:
 
 
 def _group(name: str) -> str:
-    """Of the optimizer, that a parameter of the policy is in."""
+    """The optimizer's group that holds a parameter of the policy."""
     return "critic" if name.startswith("critic.") else "policy"
 
 
 def _own_part(whole: Tensor, dimension: int | None) -> Tensor:
-    """What this rank has of it; equal parts, in the order of the ranks."""
+    """This rank's part; equal parts, in the order of the ranks."""
     return whole if dimension is None else whole.chunk(dist.get_world_size(), dimension)[dist.get_rank()]

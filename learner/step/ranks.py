@@ -147,7 +147,7 @@ class Ranks:
                     tensor.copy_(part.view_as(tensor))
 
     def gather(self, tensors: Tensors) -> list[dict[str, Tensor]] | None:
-        """What every rank has, in their order, on rank 0; None on the others."""
+        """Every rank's tensors, in the order of ranks, on rank 0; None on the others."""
         if self.size == 1:
             return [dict(tensors)]
         with self.named("the gathering of a report"):
@@ -157,7 +157,7 @@ class Ranks:
             return [dict(tensors), *(self._receive(rank)[1][0] for rank in range(1, self.size))]
 
     def shared(self, read: Callable[[], Tensors]) -> dict[str, Tensor]:
-        """What rank 0 reads, on every rank: tensors on the CPU."""
+        """The tensors that `read` gives on rank 0, on every rank's CPU."""
         tensors = {name: tensor.contiguous() for name, tensor in read().items()} if self.rank == 0 else {}
         with self.named("the sharing out of what was read"):
             for rank in range(1, self.size if self.rank == 0 else 1):

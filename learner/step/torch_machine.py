@@ -100,7 +100,7 @@ class Machine:
     # -- the machine of a step ---------------------------------------------------------------------------------------
 
     def reference(self, batch: MicroBatch, others: int | Tensor = 0) -> Predicted | None:
-        """Of the frozen reference, or None without one: see `Policy.forward`."""
+        """The frozen reference's prediction (see `Policy.forward`); None without a reference."""
         # Its experts are its own: replayed are those that sampled, in passes of the policy.
         return None if self._reference is None else self._reference(replace(batch, experts_PMk=None), others=others)
 
@@ -270,13 +270,13 @@ class Machine:
             self.policy.critic.load_state_dict(saved["critic"])
 
     def _learned(self) -> Mapping[str, Tensor]:
-        """What a checkpoint gives back of the model: all of it, or its adapters."""
+        """The model's weights that a checkpoint restores: all of them, or its adapters."""
         model = self.policy.model
         return model.state_dict() if self._lora is None else lora.adapters(model)
 
     def _saved(self, directory: Path, own: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """What a checkpoint has, by part: `model` (its adapters, where those learn), `optimizer`, `critic`. On the CPU of every
-        rank; rank 0 reads it, for the others may be on hosts that have no such file. own: the names and shapes of what learns.
+        """The tensors of a checkpoint by part, on every rank's CPU: `model` (its adapters, where those learn), `optimizer`,
+        `critic`. Rank 0 reads the files: other ranks may be on hosts without them. own: trained tensors, for names and shapes.
 
         Raises CheckpointError.
         """
@@ -297,7 +297,7 @@ class Machine:
         return found
 
     def _moments(self) -> Iterator[tuple[str, str, Tensor]]:
-        """What the optimizer holds: of which parameter, what, the values."""
+        """(parameter, key, values) of each tensor that the optimizer holds."""
         for name, p in self._named():
             for key, value in self._optimizer.state.get(p, {}).items():
                 yield name, key, value
