@@ -57,7 +57,7 @@ _ARGUMENTS = {
 
 @dataclass(frozen=True, repr=False)
 class TrainResult:
-    """What a run left behind. steps: done in all. `checkpoint` loads with `from_pretrained`."""
+    """The result of a run. steps: done in all. `checkpoint` loads with `from_pretrained`."""
 
     run_dir: Path
     steps: int
@@ -227,8 +227,8 @@ class Run:
 
 
 class _Supervision:
-    """What goes on whether or not a handle is held. error: what ended the run. over: set at its end; a thread whose `join` was
-    interrupted is taken for ended."""
+    """The supervisor's thread, which goes on whether or not a handle is held. error: what ended the run. over: set at its end;
+    a thread whose `join` was interrupted is taken for ended."""
 
     def __init__(self, supervisor: Supervisor, run_dir: Path, records: SimpleQueue[Record | None], held: ExitStack) -> None:
         self.supervisor, self.records, self._run_dir, self._held = supervisor, records, run_dir, held

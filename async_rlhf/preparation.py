@@ -1,4 +1,4 @@
-"""What happens when a run is started, in this order (`prepare`):
+"""The start of a run, in this order (`prepare`):
 
 1. the data, rewards, packages, devices and the model's files are checked (`run.checks.preflight`); nothing is written
 2. of a run to continue: how far it has gone, and what was changed while it went on (`run.live`)
@@ -98,7 +98,7 @@ def prepare(
 
 
 def check_startable(config: Config) -> list[str]:
-    """What `prepare` looks at, but for the run directory; no process is started. Returns what a person should know. Raises
+    """The checks of `prepare` but for the run directory; no process is started. Returns remarks for a person. Raises
     ConfigError."""
     config, prepared = _checked(config, None)
     places(config)

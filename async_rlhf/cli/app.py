@@ -23,7 +23,7 @@ PANELS = {
     "Before a run": ("try", "doctor", "plan"),
     "Many runs and machines": ("sweep", "queue", "spool", "serve", "keys"),
 }
-"""What `--help` lists, under these headings and in this order."""
+"""The commands that `--help` lists, under these headings and in this order."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -117,7 +117,7 @@ def say(text: str, *, err: bool = False) -> None:
 
 
 def overridden(overrides: list[str] | None) -> dict[str, Any]:
-    """What `--set` was given. Raises ConfigError."""
+    """The settings given by `--set`. Raises ConfigError."""
     from async_rlhf.run.config import parse_override
 
     return dict(parse_override(text) for text in overrides or [])

@@ -39,7 +39,7 @@ _PATIENCE_S = 120.0
 
 
 class Fault(NamedTuple):
-    """What was done to which process, at which step."""
+    """An injected fault: its kind, its process and the step."""
 
     step: int
     target: str
@@ -138,9 +138,8 @@ class FaultInjector:
 
 
 def problems(run: RunDir, config: Config) -> list[str]:
-    """What is wrong with a run that has ended: steps and groups missing or repeated, the bound, the ledger, groups that were
-    quarantined though their actors were only silent. Empty is good.
-    """
+    """Violations in a run that has ended: steps and groups missing or repeated, the bound, the ledger, groups that were
+    quarantined though their actors were only silent. Empty when there are none."""
     metrics = run.read_metrics()
     found: list[str] = []
     steps = [record["step"] for record in metrics]

@@ -42,8 +42,8 @@ Write = Callable[[Content], str | None]
 
 @dataclass(frozen=True)
 class EpisodePart:
-    """What the environment sent or the model wrote. score: what the environment gave for the turn before it; where an agent or
-    a model plays, for this one.
+    """A message of the environment, or a turn of the model. score: the environment's score of the turn before it; where an
+    agent or a model plays, of this one.
 
     pieces: where a model plays, its tokens as text, those that are special apart: (text, whether it is a special token). anew:
     tokens of the whole conversation, where the model read that instead of the content behind its turn.
@@ -58,7 +58,7 @@ class EpisodePart:
 
 @dataclass(frozen=True)
 class EpisodeTrial:
-    """Of one episode. end: why it ended; `left` where its player wrote no more. seconds: of each step of the environment."""
+    """The record of one episode. end: why it ended; `left` where its player wrote no more. seconds: of each step of it."""
 
     row: int
     parts: Sequence[EpisodePart]
@@ -76,7 +76,7 @@ class EpisodeTrial:
 
 
 def configuration(function: str, source: str, model: str | None, settings: Mapping[str, Any]) -> Config:
-    """What the trial of an environment needs of a run's configuration. Raises ConfigError."""
+    """The configuration for the trial of an environment. Raises ConfigError."""
     given = {"environment.function": function, "data.source": source, "data.held_out": 0, "rewards.functions": []}
     return load({"model": model or "tiny-speller"}, {**given, **settings})
 
@@ -186,8 +186,8 @@ def _parts(
     decode: Callable[[Sequence[int]], str],
     in_pieces: Callable[[Sequence[int]], Sequence[tuple[str, bool]]],
 ) -> list[EpisodePart]:
-    """What was read and written, one after the other as in the record; of a row that begins anew what the environment sent, not
-    all of it."""
+    """Observations and turns in the order of the record; for a row that begins anew the environment's new message, not the
+    whole conversation."""
 
     rollout, anew, scores = played.rollout, iter(played.anew), iter(played.rollout.turn_scores)
 
@@ -232,7 +232,7 @@ def _outcome(trial: EpisodeTrial) -> str:
 
 
 def summary(trials: Sequence[EpisodeTrial]) -> list[str]:
-    """Of all of them."""
+    """The totals of all trials, as lines."""
     if not trials:
         return ["no episode was played"]
     values = [trial.score.value for trial in trials if trial.score is not None and trial.score.value is not None]

@@ -61,7 +61,7 @@ PANELS = (
 
 @dataclass(frozen=True)
 class Curves:
-    """What is drawn of one run."""
+    """The curves of one run."""
 
     name: str
     steps: Sequence[dict[str, Any]]
@@ -151,7 +151,7 @@ def picture(runs: Sequence[Curves], title: str | None = None) -> Any:
 
 
 def _widths(num_runs: int) -> list[float]:
-    """Of the runs' lines, falling."""
+    """Widths of the runs' lines, falling."""
     if num_runs == 1:
         return [_WIDTH]
     return [_WIDEST - i * (_WIDEST - _NARROWEST) / (num_runs - 1) for i in range(num_runs)]

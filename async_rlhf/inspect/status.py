@@ -39,7 +39,7 @@ _PLACES = ("trained", "queued", "in_flight", "leased", "stale", "filtered", "fai
 
 
 class _ShownShape(BaseModel):
-    """What is shown of a file or an answer has these types; there may be more in it."""
+    """The fields shown of a file or an answer have these types; further fields are allowed."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -121,7 +121,7 @@ def read(reading: Reading) -> dict[str, Any]:
 
 
 def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
-    """What `read` found, as a person reads it."""
+    """The result of `read` as text for a person."""
     hub, alive = found["hub"], found["alive"]
     ledger = hub.get("ledger", {})
     lines = [_head(run, found), *_ending(found)]
@@ -189,7 +189,7 @@ def _changes(found: Sequence[str], run: RunDir) -> list[str]:
 
 
 def _spool(run: RunDir, found: dict[str, Any]) -> str:
-    """What has come into the spool, what was set aside, and what stands in the way."""
+    """The rows in the spool, the rejected ones, and the spool's problem."""
     rejected, problem = found["rejected"], found["problem"]
     aside = f", {rejected:,} lines were set aside ({run.path / 'data' / 'spool' / 'rejected'})" if rejected else ""
     ended = ", no more will" if found["ended"] else ""
@@ -230,7 +230,7 @@ def _is_newer(path: Path, other: Path) -> bool:
 
 
 def _scorer(address: str) -> dict[str, Any]:
-    """What the scorer process has answered in its present life, and how much waits."""
+    """The numbers of requests that the scorer process has answered since it started, and that wait."""
     try:
         return describe(address, _PATIENCE_S).model_dump(include={"answered", "waiting"})
     except AsyncRLHFError as error:

@@ -27,7 +27,7 @@ Event = dict[str, Any]
 
 
 class TracedSpan(NamedTuple):
-    """What a process did. began, ended: seconds since the epoch."""
+    """An activity of a process. began, ended: seconds since the epoch."""
 
     kind: str
     label: str
@@ -58,8 +58,7 @@ def export(reading: Reading, out: Path) -> int:
 
 
 def step_times(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, float, float, int]]:
-    """Of each of consecutive steps: when the learner began to wait for it, when it began to train, when it was recorded, its
-    number.
+    """(began to wait, began to train, was recorded, number) of each of consecutive steps.
 
     A duration and a date are of two clocks: a step begins when the one before it has ended, whatever they make of it.
     """
@@ -73,14 +72,14 @@ def step_times(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, fl
 
 
 def learner_spans(records: Iterable[Mapping[str, Any]]) -> Iterator[TracedSpan]:
-    """Of consecutive steps."""
+    """The learner's spans in consecutive steps."""
     for began, trained, ended, step in step_times(records):
         yield TracedSpan("wait", f"wait for step {step}", began, trained)
         yield TracedSpan("train", f"train step {step}", trained, ended)
 
 
 def actor_span(line: Mapping[str, Any]) -> TracedSpan:
-    """Of a line of its file."""
+    """The span in a line of an actor's file."""
     name = str(line["name"])
     return TracedSpan("adopt" if name.startswith("adopt") else "idle", name, float(line["began"]), float(line["ended"]))
 

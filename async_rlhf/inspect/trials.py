@@ -44,7 +44,7 @@ _MADE_UP = "The answer is 42."
 
 @dataclass(frozen=True)
 class RewardTrial:
-    """What one reward made of the completions. seconds: how long its calls took. failures: how often for which reason."""
+    """One reward's result on the completions. seconds: durations of its calls. failures: counts by reason."""
 
     name: str
     num_scored: int
@@ -235,7 +235,7 @@ def _of_run(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _sampled(spans: Sequence[Sequence[Sequence[int | None]]]) -> dict[str, list[list[bool]]]:
-    """Of episodes, which tokens of each member were sampled: what an environment gave is not what the model wrote."""
+    """`sampled`, for episodes: whether the model wrote each token of each member; empty where it wrote all."""
     if all(version is not None for own in spans for version, _ in own):
         return {}
     return {"sampled": [[version is not None for version, count in own for _ in range(count or 0)] for own in spans]}
@@ -329,7 +329,7 @@ def _histogram(values: Sequence[float]) -> list[tuple[float, float, int]]:
 
 
 def quantiles(took: Sequence[float]) -> dict[str, float]:
-    """Of durations, which may be none."""
+    """Mean and quantiles of durations; empty for none."""
     if not (ordered := sorted(took)):
         return {}
     at = {"p50": 0.5, "p95": 0.95, "max": 1.0}

@@ -50,7 +50,7 @@ class _Life:
     sent: list[int] = field(default_factory=list)
 
     def written(self) -> Iterator[tuple[int, bytes]]:
-        """What was appended since: (number of the file, bytes)."""
+        """(number of the file, bytes) for each file that has grown since the last call."""
         for number, path in enumerate(self.returns):
             try:
                 with path.open("rb") as file:
@@ -105,7 +105,7 @@ class Agent:
         return []
 
     def look(self) -> list[orders.Event]:
-        """What has happened since the last call."""
+        """The events since the last call."""
         events: list[orders.Event] = []
         while self._answers and self._answers[0].done():
             events.append(self._answers.popleft().result())

@@ -72,7 +72,7 @@ class Hosts(Protocol):
 
 @dataclass(frozen=True)
 class NodeFiles:
-    """What a node is given: see `orders.Start`. returns: name there -> file here to which it is appended."""
+    """The files that a node needs (see `orders.Start`). returns: name there -> file here to which it is appended."""
 
     files: Mapping[str, Path]
     inline: Mapping[str, bytes] = field(repr=False)
@@ -142,7 +142,7 @@ class HostConnection:
         self._channel: Channel | None = None
         self._directory = ""
         self.host = Host()
-        """What it has, once it is ready."""
+        """The host's resources, once it is ready."""
         self._processes: dict[int, RemoteProcess] = {}
         self._orders: SimpleQueue[RemoteProcess | orders.Kill | None] = SimpleQueue()
         self._answers: SimpleQueue[orders.Event | None] = SimpleQueue()
@@ -341,7 +341,7 @@ class Connections(Launcher):
                 raise ConfigError(f"the run cannot be started: {connection.lost}")
 
     def inventory(self) -> Inventory:
-        """What the hosts have, after `check`."""
+        """The hosts' resources, after `check`."""
         return tuple(self._connections[name].host for name in self.names)
 
     def start(self, run_dir: Path, node: Node) -> Process:

@@ -68,7 +68,7 @@ class Depot:
         self._elsewhere: dict[str, Path] = {}
 
     def missing(self, places: Mapping[str, str]) -> list[str]:
-        """Of these contents those that are neither kept here nor at their places on this host, where they are then used."""
+        """The contents that are neither kept here nor at their places on this host; those at their places are used there."""
         missing = []
         for digest, place in places.items():
             path = Path(place.replace(HUB_CACHE, HF_HUB_CACHE))

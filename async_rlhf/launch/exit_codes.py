@@ -1,4 +1,4 @@
-"""What an exit code means, the same for the command line and for every process of a run."""
+"""The exit codes, the same for the command line and for every process of a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REWARDS_FAILED = 6
 REFUSED_TO_TRAIN = 7
 DAMAGED = 8
 HOST_LOST = 9
-"""Of a role whose host cannot be reached: nothing is known of its end, and it does not count as a death."""
+"""The code of a role whose host cannot be reached: its end is unknown, and does not count as a death."""
 INTERRUPTED = 130
 
 

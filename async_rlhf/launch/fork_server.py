@@ -141,7 +141,7 @@ def _leave_an_orphan(source: socket.socket, request: dict[str, Any], descriptors
 
 
 def _inherit(request: dict[str, Any], descriptors: list[int]) -> None:
-    """What a started process would have from the one that started it."""
+    """Take over the requester's directory, streams, variables, umask, CPUs and limits, as a child of it would."""
     folder, *streams = descriptors
     os.fchdir(folder)
     above = [fcntl.fcntl(each, fcntl.F_DUPFD, len(streams)) for each in streams]  # so that none is overwritten

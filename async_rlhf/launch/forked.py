@@ -195,11 +195,8 @@ def warm(preload: Sequence[str], variables: Mapping[str, str]) -> ForkServer | N
 
 
 def fork(preload: Sequence[str], variables: Mapping[str, str], request: Callable[[ForkServer], int]) -> int | None:
-    """What a server with these variables is asked for, also where it has just ended; None where there can be none, or it ends
-    while it imports: who then imports for itself says why in its own log.
-
-    Raises OSError.
-    """
+    """The result of `request` to a server with these variables, started again if it has just ended. None where there can be no
+    server, or it ends while it imports: the caller then imports for itself, and its log says why. Raises OSError."""
     with _lock:
         for _ in range(2):
             if (server := warm(preload, variables)) is None:
@@ -212,7 +209,7 @@ def fork(preload: Sequence[str], variables: Mapping[str, str], request: Callable
 
 
 def umask() -> int:
-    """Of this process, which is not changed to know it: another thread may be making a file."""
+    """The umask of this process, read without changing it: another thread may be making a file."""
     return int(re.search(r"^Umask:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)[1], 8)  # type: ignore[index]
 
 

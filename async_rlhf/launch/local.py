@@ -165,7 +165,7 @@ def begin(command: Sequence[str], variables: Mapping[str, str], descriptors: Seq
 
 
 def role_variables() -> dict[str, str]:
-    """Of every role: those of this process, and what makes a library behave as a role must."""
+    """Environment variables of every role: those of this process, and settings of libraries."""
     return {
         "VLLM_RPC_BASE_PATH": str(socket_root()),
         **os.environ,

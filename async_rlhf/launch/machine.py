@@ -1,4 +1,4 @@
-"""What this machine has, and how a process of it is shown some devices and held to some CPUs. Without torch.
+"""This machine's resources, and how a process of it is shown some devices and held to some CPUs. Without torch.
 
 A device's number counts what CUDA_VISIBLE_DEVICES shows to the supervisor ("3,5": device 0 is the machine's 3), or all devices
 where it is not set. `visible` alone translates a number back, so that names of any form (indices, UUIDs, MIG) stay as they are.
@@ -43,7 +43,7 @@ def this_machine(environment: Mapping[str, str] = os.environ, *, look_for_device
 
 
 def installed() -> str:
-    """What all hosts of a run must have: a version of async-rlhf, and its code, which clones of one version may differ in."""
+    """Version of async-rlhf and digest of its code, which all hosts of a run must share; clones of one version may differ."""
     return f"{version('async-rlhf')} (code {sources()})"
 
 
@@ -116,7 +116,7 @@ def _words(shown: str) -> list[str]:
 
 
 def machine_cpus(cpus: tuple[int, ...]) -> set[int]:
-    """What the machine calls these CPUs. Raises ConfigError for a number beyond what this process may use, and where
+    """The machine's numbers of these CPUs. Raises ConfigError for a number beyond those that this process may use, and where
     processes cannot be held to CPUs."""
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError(

@@ -18,7 +18,7 @@ from async_rlhf.buffers.protocol.message import Codec, Count, Name
 
 MAX_FRAME_BYTES = 4 << 20
 PIECE_BYTES = 1 << 20
-"""Of a file, in one message."""
+"""The largest piece of a file in one message."""
 HUB_CACHE = "{hub}"
 """In a path: the folder in which the agent's user has models of the Hugging Face Hub."""
 _MAX_FILES = 4096
@@ -39,7 +39,7 @@ Data = Annotated[bytes, Field(max_length=PIECE_BYTES)]
 Exit = Annotated[int, Field(ge=-255, le=255)]
 Numbers = Annotated[tuple[Count, ...], Field(strict=False, max_length=1 << 13)]
 OF_NODE = ("name", "role", "arguments", "devices", "cpus", "threads")
-"""What `Start` has of a `program.Node`."""
+"""Fields that `Start` takes from a `program.Node`."""
 
 
 class OpenAgent(message.Message):
@@ -118,7 +118,7 @@ class Beats(message.Message):
 
 
 class Wrote(message.Message):
-    """What was appended to one of the files it returns. number: which of them."""
+    """Bytes appended to one of the files that the node returns. number: which of them."""
 
     life: Count
     number: Count

@@ -142,12 +142,12 @@ def _sharing(wanted: WantedNodes) -> frozenset[str]:
 
 
 class _FreeDevices:
-    """What the devices of the hosts are given to, while processes are placed. Hosts are numbers here."""
+    """The processes that the hosts' devices are given to, while processes are placed. Hosts are numbers here."""
 
     def __init__(self, hosts: Inventory, sharing: frozenset[str]) -> None:
         self.hosts, self._sharing = hosts, sharing
         self.machine = [0 if host.own else number for number, host in enumerate(hosts)]
-        """Of each host: the first that is the same."""
+        """For each host the lowest number of the same machine."""
         self.given: dict[tuple[int, int], dict[str, str]] = {}
         """By host and device: the process of each kind."""
 
@@ -171,7 +171,7 @@ class _FreeDevices:
         return self.hosts[host].name if host else ""
 
     def there(self, kind: str, hosts: Iterable[int] | None = None) -> str:
-        """What is left for this kind, in words."""
+        """The free devices for this kind, in words."""
         left = {number: len(self.free(number, kind)) for number in (range(len(self.hosts)) if hosts is None else hosts)}
         return ", ".join(f"{count} free of {self.hosts[n].devices} on {self.hosts[n]}" for n, count in left.items())
 

@@ -1,4 +1,4 @@
-"""What the processor of this machine is called. Without torch.
+"""The name of this machine's processor. Without torch.
 
 Libraries choose kernels by a processor's instruction sets, and kernels sum in different orders: so numbers depend on both.
 """

@@ -32,7 +32,7 @@ _TITLE = "async-rlhf:"
 
 
 def title(arguments: Sequence[str]) -> str:
-    """What a role is called where processes are listed: `async-rlhf: actor runs/quick ...`."""
+    """A role's title in a list of processes: `async-rlhf: actor runs/quick ...`."""
     return " ".join((_TITLE, *arguments))
 
 
@@ -52,7 +52,7 @@ class Process(Protocol):
         """Exit code, or None while it runs; negative is the signal that ended it."""
 
     def read_beats(self) -> bytes:
-        """What it has sent since the last call, one byte a word (`tether.BEAT`, `PROGRESS`, `PERCENT`). Never waits."""
+        """The bytes sent since the last call, one byte a word (`tether.BEAT`, `PROGRESS`, `PERCENT`). Never waits."""
 
     def failure_message(self) -> str:
         """Why it ended, by its own account in this life: what it called fatal, else the exception in C++ that ended it,

@@ -202,6 +202,6 @@ def join(address: str, setting: str, *, or_local: bool = False) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Of an error, or of what Ray's stands for."""
+    """The first line of an error, or of the cause of an error of Ray's."""
     error = getattr(error, "cause", None) or error
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

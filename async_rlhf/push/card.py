@@ -102,7 +102,7 @@ def _interval(share: float | None, count: int) -> str:
 
 
 def _staleness(reading: Reading, config: Config, step: int) -> str:
-    """What the learner certified at each step, right before its gradient."""
+    """The staleness that the learner certified at each step, right before its gradient."""
     lines = {line["step"]: line for line in filter(is_step, reading.steps.whole()) if line["step"] <= step}
     ages = Counter[int]()
     for line in lines.values():

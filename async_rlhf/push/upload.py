@@ -28,7 +28,7 @@ from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir, no_run
 
 Files = Mapping[str, Path | bytes]
-"""What lies in the repository, by name."""
+"""The repository's files by name."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _KEY = re.compile(
     rb"\bhf_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{20,}|\bgh[opsu]_[A-Za-z0-9]{36}|\bAKIA[A-Z0-9]{16}\b|-----BEGIN [A-Z ]*PRIVATE"

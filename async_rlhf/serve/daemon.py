@@ -136,7 +136,7 @@ class Daemon:
         return SeenRun(alive=False, ended=ended, steps=self._queue.steps(entry))
 
     def _call_hooks(self, entry: QueueEntry) -> None:
-        """Of a run that has failed, unless it has recorded its end itself."""
+        """Call the hooks of a run that has failed, unless it has recorded its end itself."""
         folder, run = self._queue.folder(entry), self._queue.run(entry)
         try:
             if self._queue.ended(entry) is not None:

@@ -270,7 +270,7 @@ class QueueDir:
 
 
 def _way(what: Request, entry: QueueEntry, queue: QueueDir) -> str:
-    """What to do instead, where there is something."""
+    """The command to use instead; empty where there is none."""
     if what == "cancel" and entry.is_active:
         return f"; stop it first: async-rlhf queue stop {queue.path} {entry.name}"
     if what == "resume" and entry.state == "finished":

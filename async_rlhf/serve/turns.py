@@ -26,14 +26,14 @@ from typing import Literal
 
 State = Literal["waiting", "running", "pausing", "stopping", "stopped", "finished", "failed", "cancelled"]
 ACTIVE: tuple[State, ...] = ("running", "pausing", "stopping")
-"""Of a run that was started, and whose end has not been seen."""
+"""States of a run that was started, and whose end has not been seen."""
 Request = Literal["cancel", "stop", "resume"]
 AFTER: Mapping[Request, Mapping[State, State]] = {
     "cancel": {"waiting": "cancelled", "stopped": "cancelled", "failed": "cancelled"},
     "stop": {"waiting": "stopped", "running": "stopping", "pausing": "stopping"},
     "resume": {"stopped": "waiting", "failed": "waiting"},
 }
-"""What becomes of a run that an operator asks this for, by its state."""
+"""The next state of a run, by the operator's request and its present state."""
 MAX_LOSSES = 6
 """Lives in a row without a new step, of which no end was recorded; as many as a role of a run may have."""
 
@@ -62,7 +62,7 @@ class QueueEntry:
 
 @dataclass(frozen=True)
 class RecordedEnd:
-    """What a run has recorded of its end. finished: nothing is left to train on. failed: why, where an error ended it."""
+    """The end that a run has recorded. finished: nothing is left to train on. failed: why, where an error ended it."""
 
     finished: bool = False
     failed: str = ""
@@ -70,7 +70,7 @@ class RecordedEnd:
 
 @dataclass(frozen=True)
 class SeenRun:
-    """What is there of an active entry. alive: a process of it. ended: None where no end was recorded. steps: done."""
+    """The observed state of an active entry. alive: a process of it. ended: None where no end was recorded. steps: done."""
 
     alive: bool
     ended: RecordedEnd | None = None

@@ -18,7 +18,7 @@ from async_rlhf.run.run_files import read_small
 
 DEFAULT = "127.0.0.1:8265"
 UNIX = "unix:"
-"""What an address begins with that is the path of a socket."""
+"""The prefix of an address that is the path of a socket."""
 _MIN_TOKEN = 16
 _NEAR = 50
 _BACKLOG = 128
@@ -41,7 +41,7 @@ def parse(address: str) -> tuple[str, int]:
 
 
 def read_token(path: Path | None) -> str | None:
-    """Of a file that only its owner can read. Raises ConfigError."""
+    """The token in a file that only its owner can read. Raises ConfigError."""
     if path is None:
         return None
     try:

@@ -22,7 +22,7 @@ Decode = Callable[[Sequence[int]], Sequence[str]]
 """Tokens to the text that each adds, as many as tokens."""
 
 MAX_CHARACTERS = 20_000
-"""Of a prompt or completion that is shown."""
+"""The longest shown prompt or completion."""
 _MAX_ROLLOUTS = 32
 _MAX_TOKENIZER_BYTES = 64 << 20
 
@@ -87,7 +87,7 @@ def group_lines(record: Mapping[str, Any], decode: Decode | None = None) -> str:
 
 @lru_cache(maxsize=4)
 def decoder(path: Path, changed: float) -> Decode | None:
-    """Of a tokenizer.json; None where there is none that can be read. changed: when the file was, so that a new one is read."""
+    """The decoder of a tokenizer.json; None where none can be read. changed: the file's time, so that a new one is read."""
     from tokenizers import Tokenizer
     from tokenizers.decoders import DecodeStream
 
@@ -119,7 +119,7 @@ def decode_of(run: RunDir) -> Decode | None:
 
 
 def _turn_lines(rollout: Mapping[str, Any], decode: Decode | None) -> list[str]:
-    """Of an episode, under the number of its row where it has several; none where its text cannot be distinguished."""
+    """An episode's turns, under the number of its row where it has several; none where its text cannot be divided."""
     spans, anew = rollout["spans"], rollout.get("restarts", ())
     parts = pieces(rollout["text"], rollout.get("completion_ids") or rollout.get("tokens", ()), spans, decode, anew)
     if all(version is not None for version, _ in parts):

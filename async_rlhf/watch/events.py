@@ -1,5 +1,5 @@
-"""What happened in a run, for the page: a list, newest first, and a time line of its newest seconds. Pure: no files, no clock.
-What is damaged stays blank, or is left out.
+"""The events of a run, for the page: a list, newest first, and a time line of its newest seconds. Pure: no files, no clock.
+Damaged values stay blank or are left out.
 
 of the list         what
 changes.jsonl       values that an operator changed: asked for, applied from a step on; a run that went back, and a learner

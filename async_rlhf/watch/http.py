@@ -143,7 +143,7 @@ def _is_elsewhere(headers: Headers) -> bool:
 
 
 def _name(host: str) -> str:
-    """Of a Host header, without the port."""
+    """The name in a Host header, without the port."""
     return host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0].lower()
 
 

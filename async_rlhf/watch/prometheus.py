@@ -101,14 +101,14 @@ class RunsCollector(Collector):
 
 
 def exposition(runs: Runs) -> bytes:
-    """What a scrape is answered with, in Prometheus' text format."""
+    """The answer to a scrape, in Prometheus' text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(RunsCollector(runs))
     return generate_latest(registry)
 
 
 def _parts(summary: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """What the tables name of one run's summary; empty where it has none."""
+    """The parts of one run's summary that the tables name; missing ones are empty."""
     hub = summary["hub"]
     named = {**summary, **{key: hub.get(key) for key in ("spool", "ledger", "actors")}}
     parts = defaultdict(dict, {name: dict(value) for name, value in named.items() if isinstance(value, Mapping)})

@@ -39,7 +39,7 @@ class WatchedRun:
         self.forget()
 
     def forget(self) -> None:
-        """What was read for the page."""
+        """Forget everything that was read for the page."""
         self.files, self.problems, self.history = Reading(self.run, brief=True), list[str](), MetricHistory()
         self._steps: deque[dict[str, Any]] = deque(maxlen=MOST_STEPS + 1)
         self._refused: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
@@ -77,7 +77,7 @@ class WatchedRun:
         }
 
     def timeline(self) -> dict[str, Any]:
-        """Of the newest steps, in the supervisor's time."""
+        """The time line of the newest steps, in the supervisor's time."""
         spans = {actor: tail.lines for actor, tail in self.files.spans().items()}
         return timeline(list(self._steps), spans, self.files.samples.lines)
 
@@ -88,7 +88,7 @@ class WatchedRun:
         return [plain(group) for group in found if group is not None]
 
     def events(self, evaluations: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """What happened, newest first (`events`)."""
+        """The run's events, newest first."""
         files = self.files
         return events(files.changes.lines, files.events.lines, evaluations, files.quarantined.lines, self._refused)
 

@@ -58,7 +58,7 @@ class Runs:
         return list(self._runs)
 
     def summaries(self) -> dict[str, dict[str, Any]]:
-        """What `inspect.status.read` finds of each run, by name, ready for JSON; newest first. Not to be changed."""
+        """The result of `inspect.status.read` for each run, by name, ready for JSON; newest first. Read-only."""
         self._be_current()
         return {name: run.summary for name, run in self._runs.items()}
 

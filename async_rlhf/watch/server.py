@@ -46,7 +46,7 @@ def application(runs: Runs, token: str | None = None, hosts: Sequence[str] | Non
 
 
 def routes(runs: Runs) -> list[BaseRoute]:
-    """What `application` serves, unguarded. The page asks relative to where it is mounted."""
+    """The routes of `application`, unguarded. The page's requests are relative to its mount point."""
     answers = _Answers(runs)
     return [
         Route("/", answers.page),

@@ -1,4 +1,4 @@
-"""What a run reports while it goes on; displays are subclasses."""
+"""A run's reports while it goes on; displays are subclasses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Progress:
-    """What the supervisor reports. Every method may be ignored."""
+    """Receives the supervisor's reports. A subclass overrides the methods that it needs."""
 
     def event(self, text: str) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live bar on a terminal, plain lines otherwise."""
+"""The display of a run: a live bar on a terminal, plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Display(display.Progress):
 
 
 def beginning(status: dict[str, Any], wanted: int) -> tuple[str, str]:
-    """What a run does before its first step, and how far it is. status: the hub's. wanted: groups in a batch."""
+    """A run's activity before its first step, and its progress. status: the hub's. wanted: groups in a batch."""
     if not status:
         return "starting the processes", ""
     if status.get("version") is None:

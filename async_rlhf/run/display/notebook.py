@@ -1,4 +1,4 @@
-"""What a person sees of a run in a notebook: one output that is redrawn, with the newest steps.
+"""The display of a run in a notebook: one output that is redrawn, with the newest steps.
 
 Needs nothing but IPython, which a notebook has.
 """

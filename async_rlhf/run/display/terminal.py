@@ -1,4 +1,4 @@
-"""What an operator's terminal does to a run: its signals ask it to end, and its own end does nothing.
+"""The effect of an operator's terminal on a run: its signals ask the run to end, and its own end does nothing.
 
 When a terminal is closed, or its reader ends, the kernel sends SIGHUP, which would end a program, and refuses what is written
 (EIO; EPIPE where it was a pipe).

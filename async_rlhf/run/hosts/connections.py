@@ -48,14 +48,14 @@ def connect(config: Config) -> tuple[Config, Connections | None]:
 
 
 def found_by(connections: Connections | None) -> tuple[Inventory, list[str]]:
-    """What the launcher's hosts have, and what is to be said about them."""
+    """The resources of the launcher's hosts, and remarks about them."""
     if connections is None:
         return (), []
     return connections.inventory(), [f"hosts that answer: {', '.join(connections.names)}"]
 
 
 def launcher_of(config: Config, run: RunDir, connections: Connections | None, placement: Placement) -> Launcher:
-    """Of a run whose directory is there; makes the keys that are lacking. Raises ConfigError.
+    """The launcher of a run whose directory exists; makes missing keys. Raises ConfigError.
 
     A relay has one that lets it be a relay; the actors behind it need none.
     """

@@ -1,4 +1,4 @@
-"""What a process on another host is given: the configuration as it is there, and what its role needs beside.
+"""The files of a process on another host: the configuration with the paths there, and those that its role needs.
 
     each            the files of loss and estimator, which declare what a configuration is checked for
     actor           its keys where it reaches the hub itself, the rows, the files and keys of rewards, the model, teachers
@@ -91,7 +91,7 @@ class _Contents:
         return target.replace(str(file), f"{self._directory}/{folder}/{file.name}")
 
     def keys(self, directory: Path, name: str) -> str:
-        """Of a peer: what it needs to reach who has made them."""
+        """The directory there of a peer's keys, with which it reaches their maker."""
         self.inline |= {f"{name}/{file}": (directory / file).read_bytes() for file in _OF_A_PEER}
         return f"{self._directory}/{name}"
 

@@ -66,7 +66,7 @@ def nodes_of(config: Config, placement: Placement, run: RunDir, sockets: Path) -
 
 
 def wanted(config: Config) -> WantedNodes:
-    """What this configuration needs, without looking at any host. Raises ConfigError for a device that is chosen twice."""
+    """The nodes that this configuration needs, without looking at any host. Raises ConfigError for a device chosen twice."""
     engine, learner, own = config.engine, config.learner, config.placement
     spread = 1
     if engine.kind == "vllm":
@@ -114,7 +114,7 @@ def evaluates(config: Config) -> bool:
 
 
 def model_devices(config: Config) -> Iterator[tuple[str, str]]:
-    """Of each stage that holds a model (a reward with an option `device`, the reference): its name and device."""
+    """(name, device) of each stage that holds a model: a reward with an option `device`, the reference."""
     for name, options in config.rewards.options.items():
         if isinstance(device := options.get("device"), str):
             yield name, device
@@ -133,7 +133,7 @@ def _devices(setting: str, device: str, count: int = 1) -> Devices:
 
 
 def _most(*needs: Devices) -> Devices:
-    """Of roles in one process; what is not CUDA's is left as it is found."""
+    """The devices for several roles in one process; None where none of them uses CUDA and one takes devices as found."""
     return max((need for need in needs if need), default=None if None in needs else 0)
 
 

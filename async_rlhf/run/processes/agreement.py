@@ -1,4 +1,4 @@
-"""What the hub and every actor of a run must have in common, by name, and what every group of it looks like. No torch.
+"""The digests that the hub and every actor of a run must share, by name, and the schema of its groups. No torch.
 
 Digests are of contents and never of paths, so an actor on another machine may keep its files elsewhere.
 """
@@ -52,7 +52,7 @@ def shared(config: Config, data: RunData) -> dict[str, str]:
 
 
 def schema(config: Config) -> GroupSchema:
-    """What a group must be to be of any use to this run's learner."""
+    """The schema of the groups that this run's learner can use."""
     generation, environments = config.generation, environment_specs(config).values()
     return GroupSchema(
         group_size=generation.group_size,

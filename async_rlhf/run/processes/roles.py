@@ -1,4 +1,4 @@
-"""What each process of a run does: picks the parts for its role, wires them, runs, and ends with a code for the reason.
+"""The main function of each process of a run: picks the parts of its role, wires them, runs, and ends with an exit code.
 
 A launcher begins it as `python -m async_rlhf.run.processes.roles ROLE RUN_DIR ...`, or forks it; the wings are imported in the
 process that needs them. A role lives no longer than the supervisor that started it (`launch.tether`) and ignores the signals
@@ -210,14 +210,14 @@ def _actor_client(config: Config, data: RunData, address: str, name: str, bits: 
 
 
 def run_context(config: Config, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, **further: Any) -> RunContext:
-    """What a group number means in this run. further: as in `RunContext`."""
+    """The prompts and seeds of this run's group numbers. further: as in `RunContext`."""
     from async_rlhf.actors.loop.context import RunContext
 
     return RunContext(config.seed, rows, config.generation, tokenizer, config.data.row_template, **further)
 
 
 def run_relay(run: RunDir, config: Config, hub: str, address: str) -> None:
-    """What stands between the hub and the actors of another host."""
+    """Run the relay between the hub and the actors of another host."""
     Relay(hub, address, config.weights, connector(config.security.directory)).run()
 
 

@@ -116,7 +116,7 @@ def _alone(run: RunDir, kind: str) -> Iterator[None]:
 
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """Of this process, beyond what it has, and of those it starts. Linux."""
+    """Limit the memory that this process may take beyond its present size, and that of its children. Linux."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if held := getattr(psutil.Process().memory_info(), "data", 0):
         most = held + _MOST_MEMORY

@@ -98,7 +98,7 @@ class Child:
         self._beat_at = self._progress_at = now
 
     def beats(self, now: float) -> bytes:
-        """What the process has sent since the last call (`tether`)."""
+        """The beats sent since the last call (`tether`)."""
         found = b"" if self.process is None else self.process.read_beats()
         if found:
             self._beat_at = now
@@ -108,7 +108,7 @@ class Child:
         return found
 
     def end(self) -> ProcessEnd | None:
-        """Of the process, once it has ended."""
+        """The end of the process, once it has ended."""
         code = None if self.process is None else self.process.poll()
         return None if self.process is None or code is None else ProcessEnd(code, self.process.failure_message())
 

@@ -51,7 +51,7 @@ class Due:
 
 
 Missing = Sequence[tuple[Due, str]]
-"""What never will be evaluated, with the reasons."""
+"""Evaluations that will never be made, with the reasons."""
 
 
 def plan(
@@ -63,9 +63,9 @@ def plan(
     finished: bool = False,
     given_up: Set[Due] = frozenset(),
 ) -> tuple[Due | None, Missing]:
-    """What is evaluated next, and what is missing for good. records: the lines of `evaluations.jsonl`. checkpoints: steps of
-    those that are whole, ascending. last_step: `max_steps`, None where it is not known. finished: no step follows. given_up:
-    what has failed in this life of the supervisor.
+    """The next evaluation, and those that are missing for good. records: the lines of `evaluations.jsonl`. checkpoints: steps
+    of those that are whole, ascending. last_step: `max_steps`, None where it is not known. finished: no step follows.
+    given_up: evaluations that have failed in this life of the supervisor.
 
     The initial model comes first, then the newest checkpoint that is due, then the end, unless that step was evaluated. What is
     due and older is skipped.

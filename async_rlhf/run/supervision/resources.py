@@ -1,4 +1,4 @@
-"""What a run needs of its machine and its operator, as the supervisor sees it: room on the disk, and prompts.
+"""The resources of a run that the supervisor watches: room on the disk, and prompts.
 
     owns        nothing
     waits for   nothing

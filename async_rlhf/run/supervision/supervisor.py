@@ -159,7 +159,7 @@ class Supervisor:
         self._num_signals += 1
 
     def processes(self) -> dict[str, Process]:
-        """What runs now, by name."""
+        """The running processes by name."""
         running = {name: child.process for name, child in self._children.items()}
         return {name: process for name, process in running.items() if process is not None and process.poll() is None}
 
@@ -337,7 +337,7 @@ class Supervisor:
                 self._progress.waiting(self._run.read_ledger(), self._config.groups_per_batch)
 
     def _stall_report(self) -> str:
-        """What each process waits for."""
+        """A message that says why no step was finished, and what the learner waits for."""
         try:
             with self._ask_for(5.0) as hub:
                 status = hub.status()
@@ -392,7 +392,7 @@ class Supervisor:
 
 @contextmanager
 def _refused_when_full() -> Iterator[None]:
-    """What cannot be made before the run has begun (no room, no right) is a matter of the machine: it is refused."""
+    """Turn an OSError before the run has begun (no room, no permission) into a ConfigError."""
     try:
         yield
     except OSError as error:
