@@ -46,7 +46,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Asynchronous off-policy RLHF. Start with:  async-rlhf train quick\n\n"
-    "Exit codes: 0 done, 1 failed, 2 usage, 3 configuration, 4 stalled, 5 a process ends again and again, "
+    "Exit codes: 0 done, 1 failed, 2 usage, 3 invalid configuration, 4 stalled, 5 a process keeps ending, "
     "6 rewards fail too often, 7 refused to train, 8 a file is damaged, 130 forced to end.",
 )
 
@@ -60,7 +60,7 @@ def group(name: str, words: str) -> typer.Typer:
 
 ConfigPath = Annotated[Path, typer.Argument(help="TOML file, or the name of a shipped configuration: quick.")]
 RunPath = Annotated[Path, typer.Argument(help="Run directory, for example runs/quick.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override: queue.max_staleness=0.")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Setting: queue.max_staleness=0.")]
 TokenFile = Annotated[Path | None, typer.Option(help="File with the token that clients must send.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
 
