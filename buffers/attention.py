@@ -25,7 +25,7 @@ FAMILIES = frozenset((
 ))  # fmt: skip
 """Model types, as `config.json` names them."""
 
-# What a check of a model at the start of a run may cost: parameters x tokens of a text, and logits of a plain pass (tokens x
+# Limits of the check of a model at the start of a run: parameters x tokens of a text, and logits of a plain pass (tokens x
 # vocabulary).
 _WORK, _LOGITS = 1 << 38, 1 << 26
 _SHORTEST, _USUAL = 12, 64
@@ -117,13 +117,13 @@ def cache_argument(model: Any) -> str:
 
 
 def max_length(config: Mapping[str, Any]) -> int | None:
-    """Longest text that the model can take and whose numbers do not depend on the texts beside it, None for any."""
+    """Longest text that the model can take without its numbers depending on other texts of the pass; None for no limit."""
     positions = config.get("max_position_embeddings") or config.get("n_positions")
     return min(filter(None, (_tokens(positions), angle_limit(config))), default=None)
 
 
 def _tokens(limit: Any) -> int | None:
-    """As a configuration file has it; None for none, by whichever of its words: null, 0, infinity, what is no number."""
+    """The limit in a configuration file; None for each spelling of no limit: null, 0, infinity, a value that is no number."""
     is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
     return int(limit) if is_number and 0 < limit < math.inf else None
 

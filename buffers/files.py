@@ -36,7 +36,7 @@ import xxhash
 from async_rlhf.buffers.errors import FormatError
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors that mean: there is no room now."""
+"""Error numbers of a full disk."""
 _AT_A_TIME = 8
 LOCK = ".lock"
 
@@ -54,7 +54,7 @@ class Disk:
     """The operating system's files. A name that was made, replaced or removed is durable after `sync_path` of its directory."""
 
     def make(self, directory: Path) -> None:
-        """With its parents; durable when it returns."""
+        """Make a directory with its parents; durable when it returns."""
         missing = [each for each in (directory, *directory.parents) if not each.exists()]
         directory.mkdir(parents=True, exist_ok=True)
         for each in missing:
@@ -122,7 +122,7 @@ class Disk:
         path.unlink(missing_ok=True)
 
     def unlink_all(self, paths: Sequence[Path]) -> None:
-        """In any order. Several at a time: a file system may wait milliseconds to free the blocks of each."""
+        """Remove files in any order, several at a time: a file system may wait milliseconds to free the blocks of each."""
         if len(paths) <= _AT_A_TIME:
             for path in paths:
                 self.unlink(path)
@@ -193,7 +193,7 @@ class Appending:
             self._files.truncate(self._path, end)
 
     def append(self, *parts: bytes, durable: bool = True) -> None:
-        """With the operating system when it returns; durable: on disk. Where it raises, nothing of this counts."""
+        """Append; the operating system has the bytes then, with `durable` the disk. After an error none of them count."""
         if self._file is None:
             self._file = self._files.append(self._path)
         if self._torn:
@@ -218,7 +218,7 @@ class Appending:
 
 @dataclass(frozen=True)
 class Format:
-    """newest: the number of what this code writes. oldest: of what it reads."""
+    """newest: the format that this code writes. oldest: the oldest format that it reads."""
 
     what: str
     newest: int

@@ -96,7 +96,7 @@ class LineFile:
 
 
 def earlier(path: Path) -> Path:
-    """Where the lines lie that were written before the file began anew."""
+    """The file with the lines from before the newest restart of `path`."""
     return path.with_name(f"{path.name}.1")
 
 

@@ -13,14 +13,14 @@ from safetensors import SafetensorError, safe_open
 from async_rlhf.buffers.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
-"""Which tensor is in which file, where there are several."""
+"""The index of tensors by file, in a directory with several weight files."""
 LOADING = threading.RLock()
 """Held while a model is made. transformers then replaces methods of its classes and torch's default type for the whole process:
 of two threads that load at once, one would leave parameters untied for good."""
 
 
 def from_pretrained(kind: Any, directory: Path, **options: Any) -> Any:
-    """`kind.from_pretrained`: a configuration, tokenizer or model of a transformers class. Raises what that raises."""
+    """`kind.from_pretrained`: a configuration, tokenizer or model of a transformers class. Raises its errors."""
     with LOADING:
         return kind.from_pretrained(directory, local_files_only=True, trust_remote_code=False, **options)
 
@@ -40,7 +40,7 @@ def load_whole(kind: Any, directory: Path, **options: Any) -> Any:
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """By name, from a safetensors file's header. Raises OSError and SafetensorError, also where its bytes do not fill it."""
+    """Shapes by name, from a safetensors file's header. Raises OSError and SafetensorError, also for a truncated file."""
     with safe_open(path, framework="numpy") as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  no mapping
 

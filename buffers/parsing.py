@@ -24,7 +24,7 @@ _DIGITS = re.compile(r"(?<![0-9_])[0-9_]{4000}")  # Python's own limit is 4300, 
 
 
 def json_value(text: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """As `json.loads`. Raises ValueError, which names the field of a number beyond the limits."""
+    """Like `json.loads`. Raises ValueError, which names the field of a number beyond the limits."""
     text = text.decode() if isinstance(text, bytes) else text
     try:
         if parse_constant is None and not _has_long(text):
@@ -36,7 +36,7 @@ def json_value(text: str | bytes, parse_constant: Callable[[str], Any] | None = 
 
 
 def loads(text: str | bytes) -> Any:
-    """As `json.loads`, in a third of its time, with numbers of any size. Raises its ValueError and RecursionError."""
+    """Like `json.loads`, in a third of its time, with numbers of any size. Raises ValueError and RecursionError."""
     try:
         return pydantic_core.from_json(text, cache_strings="keys")
     except ValueError:
@@ -44,7 +44,7 @@ def loads(text: str | bytes) -> Any:
 
 
 def toml_table(text: str) -> dict[str, Any]:
-    """As `tomllib.loads`. Raises ValueError, which names the key of a number beyond the limits."""
+    """Like `tomllib.loads`. Raises ValueError, which names the key of a number beyond the limits."""
     try:
         return dict(_within(tomllib.loads(text, parse_float=_float)))
     except RecursionError as error:

@@ -25,7 +25,7 @@ Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 FinishReason = Literal["stop", "length", "context", "max_turns"]
-"""Its end was sampled or its environment ended it; its last turn, the whole row, or its number of turns reached the limit."""
+"""stop: its end was sampled, or its environment ended it. The others: the limit of its last turn, its row or its turns."""
 
 SOURCE = "source"
 """The column that names which of several mixed tasks a row is of."""
@@ -58,7 +58,7 @@ class Piece(NamedTuple):
 
     @property
     def num_read(self) -> int:
-        """Tokens of it that are read: the last one is only predicted."""
+        """Tokens of the piece that are read: all but the last, which is only predicted."""
         return self.stop - self.start - 1
 
 
@@ -136,8 +136,7 @@ class Rollout:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a budget of tokens cut it: that of its last turn or of the whole row. One that had all its turns came to its
-        end."""
+        """Whether a limit of tokens cut its last turn or the whole row. A rollout with all its turns is not truncated."""
         return self.finish_reason in ("length", "context")
 
     @property
@@ -151,7 +150,7 @@ class Rollout:
         return sum(num_tokens for _, num_tokens in self.sampled_spans())
 
     def sampled_spans(self) -> Iterator[tuple[int, int]]:
-        """(version, tokens) of what was sampled."""
+        """(version, tokens) of each sampled span."""
         return ((span.version, span.num_tokens) for span in self.spans if span.version is not None)
 
     @property
@@ -284,7 +283,7 @@ class Group:
         _check_routing(len(self.prompt_ids), self.rollouts)
 
     def sampled_spans(self) -> Iterator[tuple[int, int]]:
-        """(version, tokens) of what was sampled, of all members."""
+        """(version, tokens) of each sampled span of all members."""
         for rollout in self.rollouts:
             yield from rollout.sampled_spans()
 
@@ -303,7 +302,7 @@ class Group:
 
 
 def _check_routing(prompt: int, rollouts: Sequence[Rollout]) -> None:
-    """That of all members is of the same layers and of all positions, or there is none."""
+    """Check that the routing of all members has the same layers and all positions, or that none has one."""
     found = [None if each.routing is None else each.routing.shape for each in rollouts]
     wanted = [None if found[0] is None else (prompt + each.num_read, *found[0][1:]) for each in rollouts]
     if found != wanted:

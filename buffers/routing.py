@@ -1,4 +1,4 @@
-"""Which experts compute a position, in models whose layers are mixtures of them: what is recorded, of which families. No torch.
+"""The recorded experts of each position in models with mixtures of experts, and the supported families. No torch.
 
 A router chooses some experts for each position in each mixture layer. The engine records its choice, and the learner's passes
 take the same experts (rollout routing replay, Ma et al. 2025, arXiv 2510.11370).

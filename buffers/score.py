@@ -49,7 +49,7 @@ class Score:
 
 
 def _is_score(value: Any) -> bool:
-    """Whether it is a real number within the limit, of whatever package: what is not finite is not."""
+    """Whether it is a finite real number within the limit, of any package."""
     try:
         return bool(-MAX_SCORE <= value <= MAX_SCORE) and (isinstance(value, Real) or not isinstance(value, Complex))
     except (TypeError, ValueError, RuntimeError):

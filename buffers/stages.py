@@ -35,12 +35,12 @@ class StageTime(NamedTuple):
 
 
 def pack(stages: Mapping[str, StageTime]) -> dict[str, float]:
-    """As a rollout's timings carry them, to the microsecond."""
+    """The times as a rollout's timings have them, rounded to microseconds."""
     return {f"{name}.{part}": round(value, 6) for name, time in stages.items() for part, value in time._asdict().items()}
 
 
 def pack_ahead(seconds: Mapping[str, float]) -> dict[str, float]:
-    """By stage, the seconds it worked on a completion before that had ended."""
+    """Seconds that each stage worked on a completion before its end, by stage."""
     return {f"{name}{_AHEAD}": round(value, 6) for name, value in seconds.items()}
 
 

@@ -56,7 +56,7 @@ def import_file(path: Path) -> ModuleType:
 
 
 def is_guarded(path: Path) -> bool:
-    """Whether what this script does is under `if __name__ == "__main__"`: without, importing it would do it once more."""
+    """Whether the script's work is under `if __name__ == "__main__"`; otherwise an import would repeat it."""
     try:
         statements = ast.parse(path.read_bytes()).body
     except (OSError, SyntaxError, ValueError):
@@ -66,7 +66,7 @@ def is_guarded(path: Path) -> bool:
 
 
 def _escaped(path: str) -> str:
-    """As a part of a module's name."""
+    """The path, escaped as a part of a module's name."""
     return path.replace("%", "%25").replace(".", "%2E")
 
 

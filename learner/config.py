@@ -28,8 +28,8 @@ Interval = tuple[float, float]
 class KindSection(Section):
     """A section whose `kind` names a function, with the function's own parameters as settings beside its fields.
 
-    Those of a shipped function are read and filled in as the section is made. Those of a user's own file are when they are
-    asked for, first by the check before a run: who only reads a configuration needs no such file.
+    The parameters of a shipped function are filled in when the section is made; those of a user's file when they are first
+    requested, by the check before a run, so that a configuration can be read without the file.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -62,8 +62,8 @@ class KindSection(Section):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The function's own. Raises ConfigError for a function that cannot be read, ValidationError for what it does not
-        take."""
+        """The function's own parameters. Raises ConfigError for a function that cannot be read, ValidationError for values that
+        it does not take."""
         return dict(own_parameters(type(self), self.kind).model_validate(self.model_extra))
 
     @property
@@ -75,7 +75,7 @@ class KindSection(Section):
 
 @cache
 def own_parameters(section: type[KindSection], kind: str) -> type[Section]:
-    """The parameters of a function that are no fields of its section, as a section. Raises ConfigError."""
+    """A section of the function's parameters that are not fields of `section`. Raises ConfigError."""
     taken = declared(section.decorator, kind).parameters
     for name in taken.keys() & section.model_fields:
         if taken[name][1] is not ...:
@@ -116,7 +116,7 @@ class AdvantageConfig(KindSection):
     lam: float = Field(default=0.95, ge=0, le=1)
     """Decay of the traces of `gae` and `traced` (and of `v_trace`, times its c)."""
     normalise: bool = True
-    """With a critic: advantages of the batch's tokens are brought to mean 0 and standard deviation 1."""
+    """With a critic: normalise the advantages of the batch's tokens to mean 0 and standard deviation 1."""
 
     @property
     def needs_critic(self) -> bool:
@@ -192,7 +192,7 @@ class LossConfig(KindSection):
         return self.kl_coef > 0 or "reference" in loss_spec(self.kind).needs
 
     def needs_evaluation(self, advantage: AdvantageConfig) -> bool:
-        """Whether the whole batch must be looked at before the first update."""
+        """Whether the whole batch must be evaluated before the first update."""
         of_tokens = advantage.needs_critic or advantage.needs_energy
         return of_tokens or self.kl_in_reward or self.second_moment is not None or self.is_normalised
 
@@ -240,7 +240,7 @@ class CriticConfig(Section):
     updates: int = Field(default=1, ge=1)
     """`model`: times it learns from the tokens of each update, all but one of them alone."""
     freeze_attention: bool = False
-    """`model`: the attention layers of its trunk stay what the policy's are at first."""
+    """`model`: its attention layers stay equal to the policy's initial ones."""
 
     def learns_alone(self, step: int) -> bool:
         """Whether nothing but the critic learns in step `step` (from 0)."""
@@ -261,13 +261,13 @@ class LearnerConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes on after the warm-up; `linear` and `cosine` fall to 0 at `max_steps`."""
+    """The learning rate after the warm-up; `linear` and `cosine` fall to 0 at `max_steps`."""
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer updates made from one pass over a batch (minibatches of whole groups)."""
     epochs: int = Field(default=1, ge=1)
     """Passes over a batch."""
     micro_batch_tokens: int = Field(default=2048, ge=1)
-    """Padded tokens of one forward and backward pass; of completions of one prompt so many beside it."""
+    """Padded tokens of one forward and backward pass; for completions of one prompt, in addition to the prompt."""
     row_tokens: int | None = Field(default=None, ge=1)
     """A limit of memory: tokens of a prompt with several of its completions in one pass."""
     publish_every: int = Field(default=1, ge=1)
@@ -295,7 +295,7 @@ class LearnerConfig(Section):
     backend: Literal["torch", "deepspeed"] = "torch"
     """`torch`: every rank holds everything. `deepspeed`: ZeRO shares it out."""
     zero_stage: Literal[1, 2, 3] = 2
-    """`deepspeed`: what is shared out: optimizer state (1), gradients too (2), parameters too (3)."""
+    """`deepspeed` shards the optimizer state (1), also the gradients (2), also the parameters (3)."""
     deepspeed_config: str | None = None
     """`deepspeed`: a JSON file laid over the configuration made from these settings."""
     lora: LoraConfig = LoraConfig()
@@ -322,15 +322,15 @@ LOGITS_MIB = 256
 """The float32 probabilities kept for the backward pass; those of further tokens are computed twice. On an accelerator also
 the size of a chunk of logits: its products want many tokens, and its allocator keeps the memory."""
 FLOAT32_BYTES = 4
-# One chunk of logits on a CPU. The C library fetches what is larger than 32 MiB from the system each time, and for a narrow
-# model first touching its pages takes longer than computing what stands on them. But each chunk reads the whole output layer,
-# and adds to the whole of its gradient: of a large vocabulary it has so many tokens at least.
+# One chunk of logits on a CPU. The C library takes blocks above 32 MiB from the system each time, and for a narrow model
+# touching their pages takes longer than computing their values. But each chunk reads the whole output layer, and adds to its
+# whole gradient, so with a large vocabulary a chunk has at least `_CPU_TOKENS` tokens.
 _CPU_MIB = 16
 _CPU_TOKENS = 128
 
 
 def tokens_within(vocabulary: int, mib: int) -> int:
-    """Tokens whose float32 logits fit into so much; one at least."""
+    """Tokens whose float32 logits fit into `mib` MiB; at least one."""
     return max(1, mib * 2**20 // (FLOAT32_BYTES * vocabulary))
 
 
@@ -348,7 +348,7 @@ def token_cost(weights: float, width: int) -> float:
 
 
 def room_beside(prompt: int, cost: float) -> float:
-    """Tokens of completions in a row that begins with a prompt of so many, where all pairs of the row are computed. Further
+    """Tokens of completions in a row behind a prompt of this length, where all pairs of the row are computed. Further
     completions spare prompts and cost pairs that are masked: with w the cost of a token in pairs, (w l + l^2) / c, of a row of
     l = p + c, is least at c^2 = p^2 + w p."""
     return math.sqrt(prompt * (prompt + cost))

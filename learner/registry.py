@@ -40,14 +40,14 @@ class LossSpec(_RegisteredSpec):
     corrects: Literal["weights and masks", "masks", "nothing"] = "weights and masks"
     """The factors of its terms. A loss that contains the ratio to the behaviour policy takes masks only."""
     learns_from: Literal["all", "pair", "best", "teacher"] = "all"
-    """Members of a group that it is given. `teacher`: all, and what the reference says of each token counts, no advantage."""
+    """Members of a group that it gets. `teacher`: all, and the reference's log-probabilities count in place of advantages."""
     needs: tuple[Literal["proximal", "behaviour", "reference", "top_k"], ...] = ("proximal",)
     """The log-probabilities that it reads beside the current ones. `top_k`: of the likeliest tokens under the current policy,
     as many as its parameter `top_k` says, under it and a reference that the learner holds."""
 
     @property
     def takes_ratios(self) -> bool:
-        """Whether it compares the policy with the one that sampled, and so with what that one really sampled from."""
+        """Whether it compares the policy with the one that sampled, and so needs the distribution really sampled from."""
         return self.corrects != "nothing"
 
     @model_validator(mode="after")
@@ -163,7 +163,7 @@ def advantage_spec(kind: str) -> AdvantageSpec:
 
 
 def check_kind(kind: str, decorator: Decorator) -> str:
-    """Raises ValueError for what is neither shipped nor names a user's own."""
+    """Raise ValueError for a name that is neither shipped nor a user's own."""
     if kind in shipped(decorator) or all(kind.rpartition(":")[::2]):
         return kind
     raise ValueError(

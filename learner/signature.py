@@ -16,7 +16,7 @@ from pydantic import Field
 from async_rlhf.buffers.errors import ConfigError
 
 Parameter = tuple[Any, Any]
-"""Its type, and its default, or `...` without one."""
+"""(type, default or `...`) of a parameter."""
 
 
 def parameters(node: ast.FunctionDef, tree: ast.Module) -> dict[str, Parameter]:

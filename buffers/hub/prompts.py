@@ -43,7 +43,7 @@ class Prompts:
         self._filtered: list[tuple[int, float | None]] = []
 
     def filtered(self, group: GroupHeader) -> None:
-        """This group was put and another is to take its place."""
+        """Another group must take the place of this filtered one."""
         if self._order is not None:
             self._filtered.append((group.number, self._pass_rate(group)))
 
@@ -58,7 +58,7 @@ class Prompts:
             admission.order.extend(self.spool.stream.num_numbers, coming=not self.spool.stream.ended)
 
     def learn(self, admission: Admission, read: Callable[[int], memoryview]) -> None:
-        """A batch that is durable now counts, if there is one. read: the journal's. Raises OSError."""
+        """Count the outcomes of a batch that has become durable, if there is one. read: the journal's. Raises OSError."""
         order = self._order
         if order is None or (batch := admission.batch(order.num_steps)) is None:
             return
@@ -77,14 +77,14 @@ class Prompts:
         return {"place": place} if self.spool is None else {"row": self.spool.stream.row_at(place)}
 
     def status(self) -> dict[str, Any]:
-        """For an operator, by what there is."""
+        """State of spool and curriculum, for an operator."""
         return {
             "spool": None if self.spool is None else self.spool.status(),
             "curriculum": None if self._order is None else self._order.describe(),
         }
 
     def telemetry(self, step: int) -> dict[str, float]:
-        """For the record of a step: what was known before its batch counted, however often it is given."""
+        """The curriculum's numbers for the record of a step: its state before the step's batch, however often that is given."""
         if self._order is None:
             return {}
         found = self._order.describe(step)

@@ -90,7 +90,7 @@ class ActorSessions:
         return wire.Done()
 
     def tick(self, now: float) -> None:
-        """Time has passed: who is silent, late or stuck loses its groups."""
+        """Take the groups of silent, late and stuck actors away."""
         late, timeout_s = 0.0 if self._ticked_at is None else now - self._ticked_at, self._config.progress_timeout_s
         self._ticked_at = now
         if late > min(_MAX_LATE_S, self._config.lease_s / 2):

@@ -22,7 +22,7 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 Count = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 Version = Annotated[int, Field(ge=-(1 << 31), le=(1 << 31) - 1)]
 Amount = Annotated[float, Field(ge=-1e18, le=1e18)]
-"""Sums and squares of as many as there are stay finite."""
+"""A number so small that sums and squares of all of them stay finite."""
 Digest = Annotated[str, Field(min_length=1, max_length=32)]
 GroupId = Annotated[tuple[Count, Count], Field(strict=False)]
 """(number, attempt)"""
@@ -37,7 +37,7 @@ _MAX_ITEMS = 1 << 16
 
 
 class MessageBase(BaseModel):
-    """Unknown fields, other types, and numbers that are none are refused."""
+    """Refuses unknown fields, other types, NaN and infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -76,7 +76,7 @@ class DeltaSpec(MessageBase):
 
 
 class Message(MessageBase):
-    """`type`: what names it in its header, the name of its class in small letters (`FetchChunk`: `fetch_chunk`)."""
+    """`type`: its name in the header, the class name in snake case (`FetchChunk`: `fetch_chunk`)."""
 
     type: ClassVar[str]
 
@@ -140,7 +140,7 @@ class Framing(Generic[M]):
 
 
 def check_size(frames: Frames, *, max_frame_bytes: int) -> None:
-    """Raise WireError for what the receiver would refuse (or cut the connection for), before it is sent."""
+    """Raise WireError for frames that the receiver would refuse, or cut the connection for."""
     sizes = [len(frame) for frame in frames]
     if sizes[0] > MAX_HEADER_BYTES or max(sizes) > max_frame_bytes:
         raise WireError(

@@ -94,12 +94,12 @@ def _plain(value: Any, depth: int = 0) -> JsonValue:
     if depth < _MAX_DEPTH and isinstance(value, list | tuple | set | frozenset):
         items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
         return [_plain(item, depth + 1) for item in items]
-    # What is nested too deep is abbreviated.
+    # Values that are nested too deep are abbreviated.
     return _text(reprlib.repr(value) if isinstance(value, bytes | Mapping | list | tuple | set | frozenset) else str(value))
 
 
 def _text(text: str) -> str:
-    """Without halves of surrogate pairs, which are no text (JSON lines of a data set may hold them)."""
+    """The text without unpaired surrogates, which JSON lines of a data set may hold."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -107,8 +107,8 @@ def _text(text: str) -> str:
 class GroupSchema:
     """The shape that a run's configuration requires of every group; checked before a group is made durable.
 
-    What the learner could not read, or would train on wrongly, must not enter: a batch is given again as it was, so one such
-    group would end the learner at every start.
+    A group that the learner cannot read, or would train on wrongly, must not enter: batches are repeated unchanged, so it would
+    end the learner at every start.
     vocabulary: rows of the model's embedding; token ids are below. max_completion_length: of all behind a prompt.
     environment: whether there is one, whose observations may stand between turns. splits: whether they may begin a row anew.
     calls: whether it is an agent, whose conversations do that too, and whose first prompts may go on behind the group's.
@@ -134,7 +134,7 @@ class GroupSchema:
         ):
             if value != wanted:
                 raise _not_of_run(header.number, f"{name}: {_shown(value)}; this run's: {_shown(wanted)}")
-        # What of a member's prompt is not the group's stands at the head of its completion.
+        # The part of a member's prompt beyond the group's is at the head of its completion.
         beyond = self.max_prompt_length - header.num_prompt_tokens
         begins_read = [spans[0][0] is None for spans in header.spans]
         longest = max(count - is_read * beyond for count, is_read in zip(header.num_tokens, begins_read, strict=True))
@@ -312,7 +312,7 @@ def decode_put(frames: Frames) -> Group:
 
 
 def put_header(frames: Frames) -> GroupHeader:
-    """As `decode_put`, but for the arrays."""
+    """The header of `decode_put`, without the arrays."""
     _, put, _ = decode(frames, max_frame_bytes=MAX_FRAME_BYTES, oldest=_OLDEST_PUT)
     if not isinstance(put, Put):
         raise WireError(f"a batch holds a {put.type!r} where a put belongs")

@@ -106,7 +106,7 @@ class Beat(message.Message):
 
 
 def _complete(sampling: Any) -> Any:
-    """Refuses what leaves a setting out: another release may have meant another default."""
+    """Refuse sampling settings that are not complete: another release may have another default."""
     if isinstance(sampling, dict) and (missing := Sampling.model_fields.keys() - sampling.keys()):
         raise ValueError(f"{sorted(missing)} not given")
     return sampling
@@ -180,13 +180,13 @@ class Credits(message.Message):
 
 
 class Ack(message.Message):
-    """These groups (number, attempt) are durable. Answers the last Put of them."""
+    """These groups (number, attempt) are durable. It answers their last Put."""
 
     groups: list[GroupId]
 
 
 class Rejected(message.Message):
-    """This Put was well formed and may not enter."""
+    """This Put is well formed, but its group may not enter."""
 
     number: Count
     attempt: Count
@@ -253,7 +253,7 @@ class Tried(_OfLearner):
 
 
 class Waiting(message.Message):
-    """The batch is not there yet: for whom the learner waits."""
+    """The batch does not exist yet: why the learner waits."""
 
     step: Count
     detail: str
@@ -328,7 +328,7 @@ class SealedPart(message.OfSet):
 
 
 class Publish(Announced):
-    """The learner announces a weight set: where it lies, or that chunks of it, or of a delta, can be had."""
+    """The learner announces a weight set: its places in sealed memory, or the chunks of it or of a delta to request."""
 
     delta: DeltaSpec | None = None
 

@@ -98,7 +98,7 @@ class Admission:
             credit = self.fleet.lease(self.fleet.actors[name], number, self.fleet.failures.attempt(number))
             given.setdefault(name, []).append(credit)
             if number in suspects:
-                rooms = Rooms()  # who holds it has room for no other
+                rooms = Rooms()  # the holder of a suspect has room for no other group
             else:
                 rooms.put_back(name)
         return given
@@ -155,7 +155,7 @@ class Admission:
         if self.order.is_decided(number) if step is None else step < done or step in self._batches.taken:
             raise RefusedError("trained", f"group {number} was trained on, is being, or was given up already")
         if self.bound.exact and number in self._queued:
-            # Those behind it would move up, and the weights that they then need may be gone.
+            # The numbers behind it would move up, and the weights that they then need may no longer exist.
             raise RefusedError(
                 "exact", f"group {number} waits for its step; in exact mode it can be taken out of its batch then"
             )
@@ -279,7 +279,7 @@ class Admission:
 
     @property
     def num_left(self) -> int:
-        """How many groups are still to be consumed, as far as there are live numbers for them."""
+        """Groups still to be consumed, as far as live numbers exist for them."""
         return max(0, self.order.num_consumable - self._batches.num_consumed)
 
     @property

@@ -99,7 +99,7 @@ class Bound:
 
     @property
     def num_steps(self) -> int:
-        """Most learner steps: so many groups make so many batches, the last perhaps a smaller one."""
+        """Most learner steps, the last perhaps with a smaller batch."""
         return -(-self.num_groups // self.groups_per_batch)
 
     @property
@@ -118,7 +118,7 @@ class Bound:
     def allows(self, version: int, number: int, dead_below: int = 0, target_staleness: int | None = None) -> bool:
         """Whether weights of `version` may begin group `number` (in exact mode: must be exactly the one).
 
-        `target_staleness`: to stay within instead of the bound, as far as the run can go on with it; it never allows more.
+        `target_staleness`: a lower limit than the bound, as far as the run can go on with it; it never allows more.
         """
         within = self.max_staleness
         if target_staleness is not None and not self.exact:

@@ -88,8 +88,8 @@ class Actor:
             self.doubted = False
 
     def overdue(self, now: float, timeout_s: float) -> list[tuple[int, bool]]:
-        """Its groups that made no progress for so long, counted from the first look at each, and whether it works on them: it
-        may never have got the credit."""
+        """Its groups without progress for `timeout_s`, counted from the first look at each, and whether it works on them: the
+        credit may never have arrived."""
         self._moved = {number: self._moved.get(number, (-1, now)) for number in self.leases}
         late = {number: amount for number, (amount, since) in self._moved.items() if now - since > timeout_s}
         stuck = {number: amount for number, amount in late.items() if number in self._works_on}
@@ -102,7 +102,7 @@ class Actor:
         self.stuck, self.doubted = self.stuck | before.stuck, before.doubted
 
     def forgive(self, seconds: float, now: float) -> None:
-        """For so long nothing was received: silence meanwhile proves nothing about this actor."""
+        """Nothing was received for `seconds`, so silence in that time proves nothing about this actor."""
         self.last_seen = min(now, self.last_seen + seconds)
         self._moved = {number: (amount, min(now, since + seconds)) for number, (amount, since) in self._moved.items()}
         if self.behind_since is not None:
@@ -133,7 +133,7 @@ class Rooms:
         return heappop(first)[1] if first else None
 
     def put_back(self, name: str) -> None:
-        """After it was given a group; where it is full it stays out."""
+        """Put an actor back after it was given a group, unless it is full."""
         actor = self._actors[name]
         if len(actor.leases) < actor.capacity:
             heappush(self._by_version[actor.version], (len(actor.leases) - actor.capacity, name))
@@ -162,7 +162,7 @@ class Silences:
         return self._silent.pop(name)[1] if name in self._silent else []
 
     def back(self, name: str, actor: Actor) -> list[Credit]:
-        """As `ended`, when another process comes under its name; the same process is as stuck as it was."""
+        """Like `ended`, when another process comes under its name; the same process is as stuck as it was."""
         before, held = self._silent.pop(name, (actor, []))
         if before.life != actor.life:
             return held
@@ -180,7 +180,7 @@ class Fleet:
         self._order, self._lease_s, self._on_burial = order, lease_s, on_burial
         self.actors: dict[str, Actor] = {}
         self._names: dict[bytes, str] = {}  # by connection
-        self._left: dict[str, float] = {}  # what actors that are gone have counted
+        self._left: dict[str, float] = {}  # counters of actors that have left
         self.failures = Failures(max_attempts)
         self._silences = Silences()
         self.newest = self.credited = self.failed = 0
@@ -260,12 +260,12 @@ class Fleet:
         return [(name, number) for name, number, _ in late]
 
     def forgive(self, seconds: float, now: float) -> None:
-        """For so long the hub received nothing: silence meanwhile proves nothing."""
+        """The hub received nothing for `seconds`, so silence in that time proves nothing."""
         for actor in self.actors.values():
             actor.forgive(seconds, now)
 
     def with_room(self, number: int) -> dict[str, Actor]:
-        """Those that could take `number` by the room they have; the doubted ones only where no other has any."""
+        """Actors with room for `number`; the doubted ones only where no other has room."""
         with_room = {name: actor for name, actor in self.actors.items() if actor.has_room(number, self.failures.suspects)}
         return {name: actor for name, actor in with_room.items() if not actor.doubted} or with_room
 

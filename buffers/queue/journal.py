@@ -86,7 +86,7 @@ class Journal:
         self._live: Counter[int] = Counter()  # segment -> places and takes in it
         self._readers: dict[int, File] = {}  # of segments, the one used last at the end
         self._pending: list[bytes] = []  # appended and not promised yet
-        self._end = 0  # of the present segment, with what is pending
+        self._end = 0  # of the present segment, pending bytes included
         self._promised = False  # a state was appended: what it gives up can be deleted once it is written
         try:
             with self.disk():
@@ -142,7 +142,7 @@ class Journal:
             self._file.close()
             self._file = self._begin_segment()
         elif durable:
-            # Vouches for what is on disk. Itself it is not synced: lost, it vouches for less.
+            # The mark vouches for the bytes on disk. It is not synced itself: without it fewer bytes are vouched for.
             with suppress(OSError):
                 self._file.append(segment.mark(self._end), durable=False)
             self._end = self._file.end
@@ -204,7 +204,7 @@ class Journal:
         return Appending(self._path(self._segment), self._files)
 
     def _append(self, kind: int, *parts: bytes) -> int:
-        """Where the record will be."""
+        """Append a record; returns its offset."""
         offset, head = self._end, segment.head(kind, parts)
         self._pending += (head, *parts)
         self._end += len(head) + sum(map(len, parts))

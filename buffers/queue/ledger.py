@@ -1,4 +1,4 @@
-"""The ledger: what is known of every group, where every credit ended, what a journal remembers of it. Values only."""
+"""The ledger: the place of every group, the end of every credit, and their snapshot in a journal. Values only."""
 
 from __future__ import annotations
 

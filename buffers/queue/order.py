@@ -46,12 +46,12 @@ class ConsumptionOrder:
 
     @property
     def upcoming(self) -> int | None:
-        """As `next_number`; where there is none, the number that may come next."""
+        """`next_number`, or where there is none the number that may come next."""
         number = self.next_number()
         return self.next if number is None and self.bound.coming else number
 
     def extend(self, numbers: int, *, coming: bool) -> None:
-        """There are so many numbers now, never fewer than before. coming: as in `Bound`; once it is false it stays so."""
+        """Set how many numbers exist, never fewer than before. coming: as in `Bound`; once false it stays false."""
         if (numbers, coming) != (self.bound.numbers, self.bound.coming):
             assert numbers >= self.bound.num_numbers and (self.bound.coming or not coming)
             self.bound = replace(self.bound, numbers=numbers, coming=coming)

@@ -137,7 +137,7 @@ def read_batches(queue_dir: Path) -> Iterator[ArchivedBatch]:
 
 
 def committed_step(queue_dir: Path) -> int:
-    """Learner steps whose groups the queue has given up; 0 where there is no journal. Reads the newest segment that has it."""
+    """Learner steps whose groups the queue has given up; 0 without a journal. Reads the newest segment with a state."""
     for path in sorted(queue_dir.glob("[0-9]*.log"), reverse=True):
         states = [record for record, *_ in records_of(path.read_bytes()) if isinstance(record, QueueSnapshot)]
         if states:

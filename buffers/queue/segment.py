@@ -123,7 +123,7 @@ def records_of(data: bytes) -> Iterator[tuple[Record, int, int]]:
 
 
 def whole_records(data: bytes, start: int) -> Iterator[tuple[int, Record]]:
-    """The whole records from byte `start` on, with their places, whatever lies between them."""
+    """The whole records from byte `start` on, with their places; other bytes between them are skipped."""
     at = start
     while (match := _KINDS.search(data, at)) is not None:
         at = match.start()

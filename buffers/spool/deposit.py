@@ -22,7 +22,7 @@ END = "END"
 """The file that ends a spool."""
 # A credit carries its row in a header of 4 MiB at most, and a finished group carries it back beside its texts.
 MAX_ROW_BYTES = 1 << 20
-# One rename brings all of it in: what is larger is given in parts.
+# One rename brings all rows in, so larger data must be put in parts.
 MAX_PUT_BYTES = 256 << 20
 
 
@@ -88,7 +88,7 @@ def put(
 
 
 def end(directory: Path) -> None:
-    """No further row will come: a run ends when it has used those that are there. Raises ConfigError."""
+    """End the spool: its run ends when it has used all rows. Raises ConfigError."""
     _check_directory(directory)
     try:
         DISK.create(directory / END).close()

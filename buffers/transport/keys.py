@@ -60,7 +60,7 @@ _MAKE = "make a directory with: async-rlhf keys new DIR"
 
 @dataclass(frozen=True)
 class KeyHolder:
-    """Whose key it is, and what it may be."""
+    """The holder of a key, and the allowed roles."""
 
     name: str
     roles: frozenset[Role]
@@ -94,8 +94,8 @@ class HubKeys:
             return sorted((entry.name, (found := entry.stat()).st_ino, found.st_mtime_ns) for entry in entries)
 
     def reread(self) -> tuple[HubKeys, str]:
-        """The keys with the list as it is now, and what is wrong with it. A list that cannot be read lets no one new in; whose
-        entry is gone is out in any case."""
+        """The keys with the list as it is now, and the list's problem. A list that cannot be read admits no new key; a key
+        without an entry is refused in any case."""
         try:
             return load_hub(self.directory), ""
         except ConfigError as error:
@@ -217,7 +217,7 @@ def roles_of(words: Iterable[str], where: str) -> frozenset[Role]:
 
 
 def check_sender(holder: KeyHolder | None, message: wire.Message) -> None:
-    """Raises RefusedError with the reason `role` for what this holder may not send."""
+    """Raise RefusedError with the reason `role` for a message that this holder may not send."""
     if holder is None:
         return
     needed = _SENDERS.get(type(message))
@@ -306,7 +306,7 @@ def _check_directory(directory: Path) -> None:
 
 
 def _bytes(key: bytes) -> bytes:
-    """The 32 bytes of a key in Z85; raises ValueError for what is none."""
+    """The 32 bytes of a key in Z85; raises ValueError for any other text."""
     if len(key) != 40:
         raise ValueError("length")
     try:

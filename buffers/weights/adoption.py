@@ -44,7 +44,7 @@ class AdoptionStep(NamedTuple):
 
 
 def adoption_of(name: str, actor: Actor, admission: Admission, stored: Stored) -> AdoptionStep:
-    """Where an actor is on its way to the version that it should serve."""
+    """An actor's state on its way to the version that it should serve."""
     serving = (actor.fence, actor.version)
     newest = None if admission.bound.exact else (admission.fence, admission.published)
     if serving == newest and actor.announced in (None, newest):
@@ -60,7 +60,7 @@ def adoption_of(name: str, actor: Actor, admission: Admission, stored: Stored) -
     # fetch for ever and adopt nothing.
     if fetched_for_credit(actor, admission, stored) is not None:
         return AdoptionStep(Adoption.FETCHES, target)
-    # Also when it is to stay after all: it may be about to leave for an earlier target.
+    # Also when it should stay: it may be about to leave for an earlier target.
     if target != (actor.announced or serving):
         return AdoptionStep(Adoption.DUE, target)
     return AdoptionStep(Adoption.SERVES if target == serving else Adoption.ANNOUNCED, target)

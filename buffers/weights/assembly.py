@@ -37,12 +37,12 @@ class ChunkedBytes:
         start = index * chunk_bytes()
         if not 0 <= index < num_chunks(self._size) or len(data) != min(chunk_bytes(), self._size - start):
             raise WeightsError(f"{self._name}: chunk {index} of {len(data)} bytes does not fit")
-        if index in self.missing:  # what may be verified already is not written over
+        if index in self.missing:  # never write over bytes that may be verified already
             self.memory.write(start, data)
             self.missing.discard(index)
 
     def front(self) -> int:
-        """Bytes from the first on that are there without a gap."""
+        """Bytes from the start on that have come without a gap."""
         while self._front < num_chunks(self._size) and self._front not in self.missing:
             self._front += 1
         return min(self._front * chunk_bytes(), self._size)
@@ -93,7 +93,7 @@ class Assembly:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all bytes are there, or what they are made of."""
+        """Whether all bytes, or all deltas for them, have come."""
         return not self._chunks.missing
 
     @property
@@ -101,7 +101,7 @@ class Assembly:
         return self._patching is None and self._verifier.is_done
 
     def advance(self, max_bytes: int = PIECE_BYTES) -> None:
-        """Patch or verify about so many bytes of what is there.
+        """Patch or verify about `max_bytes` of the bytes that have come.
 
         Raises WeightsError naming the first tensor that does not match its digest, or for a damaged delta.
         """
@@ -198,13 +198,13 @@ class EarlyParts:
         return True
 
     def advance(self, max_bytes: int) -> bool:
-        """Verify so much of the tensors that have come whole; whether there is more to do. Raises WeightsError."""
+        """Verify up to `max_bytes` of the whole tensors; returns whether there is more to do. Raises WeightsError."""
         front = min(self._num_bytes, self._num_joined * part_bytes(self._num_bytes))
         self.verifier.advance(front, max_bytes)
         return not self.verifier.is_done and self.verifier.num_verified < front
 
     def fits(self, announced: Publish) -> bool:
-        """Whether this set is what has come."""
+        """Whether the announced set consists of these parts."""
         parts = [self._parts[index] for index in sorted(self._parts)]
         return (
             (announced.fence, announced.version, announced.num_bytes) == (self.fence, self.version, self._num_bytes)

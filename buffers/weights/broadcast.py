@@ -66,7 +66,7 @@ class Membership:
         self._is_whole = False
 
     def joined(self, member: Member) -> None:
-        """It sent Hello: whatever it was given may be lost, and it is not hanging."""
+        """A member sent Hello: its epoch may be lost, and it does not hang."""
         self._given.pop(member, None)
 
     def is_in(self, member: Member, state: EngineDevice | None) -> bool:
@@ -153,5 +153,5 @@ class Broadcasts:
 
 
 def _actors(admission: Admission) -> dict[Member, Actor]:
-    """Those that are connected."""
+    """The connected actors."""
     return {(name, actor.life): actor for name, actor in admission.fleet.actors.items()}

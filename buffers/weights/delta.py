@@ -86,7 +86,7 @@ def _encode_block(old: Words, new: Words, compressor: zstandard.ZstdCompressor) 
 
 
 def _decompress(data: memoryview, num_bytes: int) -> bytes:
-    """Exactly so many bytes; the size is looked at before any memory is taken."""
+    """Exactly `num_bytes` bytes; the size is checked before any memory is taken."""
     try:
         if zstandard.frame_content_size(data) != num_bytes:
             raise WeightsError(f"a delta has a part of another size than the {num_bytes} bytes it should have")

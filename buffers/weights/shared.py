@@ -57,7 +57,7 @@ class Memory(Protocol):
 
     @property
     def places(self) -> Sequence[SealedPlace]:
-        """Where processes of this machine find its parts once they are sealed; none where they cannot."""
+        """The sealed parts' places for processes of this machine; empty where they cannot map them."""
 
     def write(self, offset: int, data: bytes | memoryview) -> None: ...
     def seal(self, index: int | None = None) -> None:
@@ -69,7 +69,7 @@ class Memory(Protocol):
 
 
 MakeMemory = Callable[[int], Memory]
-"""Memory for so many bytes. Raises WeightsError when there is none."""
+"""Makes memory for this many bytes. Raises WeightsError when there is none."""
 
 
 class HeapMemory:
@@ -90,7 +90,7 @@ class HeapMemory:
         self.view = lent.data.toreadonly()
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        # As slices do, without Python's lock.
+        # Copies like a slice, without holding Python's lock.
         np.copyto(self.room[offset : offset + len(data)], np.frombuffer(data, np.uint8))
 
     def seal(self, index: int | None = None) -> None: ...
@@ -156,7 +156,7 @@ class SealedMemory:
     def seal(self, index: int | None = None) -> None:
         for number in {*(self._parts if index is None else [index])} - self._sealed:
             descriptor = self._parts[number].descriptor
-            # Of a descriptor that may only read: what may still be written cannot be sealed.
+            # Through a read-only descriptor: memory with a writable mapping cannot be sealed.
             reader = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 self._addresses.map(number * self._part_bytes, self._size(number), reader)
@@ -241,7 +241,7 @@ def _open_sealed(place: SealedPlace, num_bytes: int) -> int | None:
     """A descriptor of the part at this place, if it is one."""
     path = path_of(place)
     try:
-        # Before it is opened: what else a process may hold (a pipe, a device) is better not touched.
+        # Checked before opening: other descriptors of a process (a pipe, a device) must not be touched.
         if os.readlink(path) != f"/memfd:{_NAME}{place.token} (deleted)":
             return None
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -20,7 +20,7 @@ from async_rlhf.buffers.weights.weight_set import WeightSet
 
 _log = logging.getLogger(__name__)
 _MAX_LOST = 3
-"""Seats in a row that were lost before a set came: such an engine cannot be reached, and would keep the others waiting."""
+"""Seats lost in a row before a set came: the engine cannot be reached, and would keep the others waiting."""
 _NOTHING = (0, -1)
 
 Target = tuple[int, int]

@@ -77,7 +77,7 @@ class WeightStore:
         return next((weights for weights in self._sets.values() if weights.digest == digest), None)
 
     def delta(self, result: str) -> Delta:
-        """Raises WeightsError when there is no delta to this content (any more)."""
+        """The delta to this content. Raises WeightsError when there is none, or none any more."""
         if result not in self._deltas:
             raise WeightsError(f"there is no delta that results in {result}")
         return self._deltas[result]

@@ -39,13 +39,13 @@ class SamplingMasks(NamedTuple):
     ids_K: Tensor
 
     def chunks(self, rows: int) -> list[SamplingMasks]:
-        """Those of `rows` tokens at a time."""
+        """The masks of `rows` tokens at a time."""
         sizes = torch.split(self.sizes_N, rows)
         ids = torch.split(self.ids_K, [int(each.sum()) for each in sizes])
         return [SamplingMasks(*pair) for pair in zip(sizes, ids, strict=True)]
 
     def of(self, index_M: Tensor) -> SamplingMasks:
-        """Those of some tokens, by ascending index."""
+        """The masks of some tokens, by ascending index."""
         chosen_N = torch.zeros_like(self.sizes_N, dtype=torch.bool).index_fill(0, index_M, True)
         return SamplingMasks(self.sizes_N[index_M], self.ids_K[torch.repeat_interleave(chosen_N, self.sizes_N)])
 

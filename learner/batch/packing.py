@@ -77,11 +77,11 @@ class Update:
     batches: tuple[MicroBatch, ...]
     counts: Counts
     number: int
-    """Updates of the same rows have the same number: what was computed of the first serves the others."""
+    """Updates of the same rows have the same number: results computed for the first serve the others."""
 
 
 def partition(updates: Sequence[Sequence[BatchRow]], ranks: int, packing: Packing) -> list[list[Update]]:
-    """For every rank its part of every update."""
+    """The part of every update for every rank."""
     parts: list[list[Update]] = [[] for _ in range(ranks)]
     numbers: dict[int, int] = {}
     for rows in updates:
@@ -126,7 +126,7 @@ def padding_batch() -> MicroBatch:
 
 
 def make_micro_batches(rows: Sequence[BatchRow], packing: Packing) -> list[MicroBatch]:
-    """Longest first. In blocks each goes where there is room; else rows of similar length are together, and apart those of one
+    """Micro-batches, longest rows first. In blocks a row goes where it fits; else similar lengths are together, apart those of one
     completion, which need no mask and may be far longer."""
     cut = [part for row in rows for part in _cut(row, packing)]
     units = by_group(cut) if packing.whole_groups else [[row] for row in cut]
@@ -135,7 +135,7 @@ def make_micro_batches(rows: Sequence[BatchRow], packing: Packing) -> list[Micro
 
 
 def _cut(row: BatchRow, packing: Packing) -> list[BatchRow]:
-    """With as many completions each as there is room for, one at least."""
+    """Cut a row into rows with as many completions as fit, at least one each."""
     room, used = packing.room(row), 0
     parts: list[list[RowMember]] = [[]]
     for member in row.members:
@@ -309,7 +309,7 @@ def _sampling_masks(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
 
 
 def _targets(members: Sequence[RowMember]) -> dict[str, Tensor]:
-    """float32 [N] by name: what all members have."""
+    """float32 [N] by name: the targets that all members have."""
     each = [{} if member.targets is None else member.targets.named() for member in members]
     return {name: _joined([own[name] for own in each], np.float32) for name in each[0] if all(name in own for own in each)}
 

@@ -78,7 +78,7 @@ def make_rows(
 
 
 def by_group(rows: Sequence[BatchRow]) -> list[list[BatchRow]]:
-    """Those of one group together; they follow each other."""
+    """Rows by group; the rows of a group follow each other."""
     return [list(same) for _, same in groupby(rows, key=lambda row: row.group.number)]
 
 

@@ -32,7 +32,7 @@ def num_since_best(records: Iterable[Line]) -> int:
 
 
 def _rewards(records: Iterable[Line]) -> dict[int, float]:
-    """Mean reward by step, of those that have a checkpoint; the newest judged in one way: greedy, or in such groups."""
+    """Mean reward of each step with a checkpoint, over the newest evaluations of one kind: greedy, or groups of one size."""
     found = [
         (record["step"], record.get("group_size"), reward)
         for record in records
@@ -64,15 +64,15 @@ def needed(evaluations: Path, every: int) -> Callable[[int], bool]:
 
 
 def link_best(checkpoints: Path, records: Iterable[Line]) -> None:
-    """`checkpoints/best` leads to the best of those that are there; without one there is no link. Raises OSError."""
+    """Link `checkpoints/best` to the best existing checkpoint; without one remove the link. Raises OSError."""
     if checkpoints.is_dir():
         best = _best_of(checkpoints, records)
         lead(checkpoints / "best", None if best is None else best.name)
 
 
 def without_links(path: Path) -> Path:
-    """A path through `checkpoints/latest` or `checkpoints/best` where the disk has no such link: through what it would lead to.
-    Any other as it is."""
+    """A path through `checkpoints/latest` or `checkpoints/best`, resolved without the link where the disk has none; any other
+    path unchanged."""
     for link in (path, *path.parents):
         if link.name not in ("latest", "best") or link.parent.name != "checkpoints" or (link.is_symlink() and link.exists()):
             continue
@@ -89,5 +89,5 @@ def _best_of(checkpoints: Path, records: Iterable[Line]) -> Path | None:
 
 
 def is_evaluation(record: Line) -> bool:
-    """Whether a line is of a step, as all that a run writes are."""
+    """Whether a line has a step, as all lines of a run have."""
     return type(record.get("step")) is int

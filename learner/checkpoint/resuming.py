@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from. Only reads but for `go_back`; no torch, so that it is decided before any process starts.
+"""The choice of the checkpoint to resume from. Only `go_back` writes. No torch, so that it is made before any process starts.
 
 A run can go on from every whole checkpoint that the queue still has the groups after: those not older than what was committed
 to it, which are the `keep_last` newest at least. The start of the run (step 0) counts as one. A damaged newest checkpoint is
@@ -31,7 +31,7 @@ def newest(run: Path, *, contents: bool = True) -> tuple[Path, dict[str, Any]] |
 
 
 def check_step(run: Path, step: int) -> None:
-    """Whether the run can go on from the checkpoint of `step` steps, its files digested. Raises ConfigError, DamagedError."""
+    """Check, by digests, that the run can go on from the checkpoint of `step` steps. Raises ConfigError, DamagedError."""
     path = run / "checkpoints" / f"step_{step:06d}"
     committed, can = committed_step(run / "queue"), resumable(run)
     if step < committed:

@@ -1,4 +1,4 @@
-"""The ledger of changes: what an operator changes in a run that goes on, and from which step on it holds.
+"""The ledger of changes: an operator's changes to a running run, and the first step of each.
 
 `changes.jsonl` in the run directory, one object a line, only ever appended to:
 
@@ -139,8 +139,8 @@ def _values(changes: Iterable[Change]) -> dict[str, Any]:
 
 
 class ChangeLedger:
-    """The file. Raises DamagedError for what is no regular file of bounded size, and for a line that is none of its own: a step
-    made without it would be another step."""
+    """The file. Raises DamagedError unless it is a regular file of bounded size, and for an unknown line: a step made without
+    that line would be another step."""
 
     def __init__(self, run: Path) -> None:
         self.path = run / "changes.jsonl"
@@ -148,7 +148,7 @@ class ChangeLedger:
 
     @property
     def stamp(self) -> Stamp:
-        """Another one after every change of the file: which file, its bytes, when it was written. None without one."""
+        """(inode, size, time) of the file, which differs after every change; None without a file."""
         try:
             found = self.path.stat()
         except FileNotFoundError:
@@ -157,7 +157,7 @@ class ChangeLedger:
 
     def read(self) -> ChangeHistory:
         """The history in the file, which is read again only when it has changed."""
-        stamp = self.stamp  # from before: what comes between the two is read the next time
+        stamp = self.stamp  # taken before reading: lines appended in between are read the next time
         if stamp is None:
             return ChangeHistory()
         if stamp != self._read[0]:
@@ -169,9 +169,9 @@ class ChangeLedger:
         return self._read[1]
 
     def append(self, decide: Callable[[ChangeHistory], Sequence[Line]], *, wait: bool = True) -> ChangeHistory:
-        """Add the lines that `decide` makes of what is there; durable when it returns. wait: for a process that appends. Raises
-        OSError, BlockingIOError without `wait`; nothing is added then."""
-        with self._open(os.O_RDWR | os.O_CREAT) as file:  # network file systems lock only what is open for writing
+        """Add the lines that `decide` makes from the history; durable when it returns. wait: for another process that appends.
+        Raises OSError, BlockingIOError without `wait`; nothing is added then."""
+        with self._open(os.O_RDWR | os.O_CREAT) as file:  # network file systems lock only files that are open for writing
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
             data = file.read()
             history, end = self._history(data), data.rfind(b"\n") + 1
@@ -188,7 +188,7 @@ class ChangeLedger:
         return history.then(lines)
 
     def _open(self, flags: int = os.O_RDONLY) -> IO[bytes]:
-        """To be read, unbuffered; never waits for the other end of a pipe."""
+        """The file, unbuffered; never waits for the other end of a pipe."""
         descriptor = os.open(self.path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:
@@ -245,6 +245,6 @@ class LiveChanges:
 
 
 def described(change: Change) -> str:
-    """In a line, as a person reads it."""
+    """A change as one line for a person."""
     what = ", ".join(f"{key} {json.dumps(old)} -> {json.dumps(new)}" for key, (old, new) in change.values.items())
     return f"{what}, {'waits for the next step' if change.step is None else f'from step {change.step} on'}"

@@ -140,7 +140,7 @@ class StepClock:
 def sample_record(
     group: Group, step: int, advantages: Sequence[float | None], weights: Sequence[float | None]
 ) -> dict[str, Any]:
-    """With the tokens, scores, advantage and importance weight used."""
+    """A group's record with the tokens, scores, advantages and importance weights used."""
     own = [
         {
             "tokens": rollout.completion_ids.tolist(),
@@ -154,7 +154,7 @@ def sample_record(
 
 
 def group_record(group: Group, step: int, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One group as a person reads it: texts, versions, times. own: of each rollout what stands beside these."""
+    """One group for a person: texts, versions, times. own: further fields of each rollout."""
     return {
         "step": step,
         "group": group.number,

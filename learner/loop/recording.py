@@ -1,4 +1,4 @@
-"""Where the learner's steps are written down: `metrics.jsonl`, a line a step, and `rollouts.jsonl`, a sample of their groups.
+"""The record of the learner's steps: `metrics.jsonl`, a line a step, and `rollouts.jsonl`, a sample of their groups.
 
     owns        both files
     waits for   room on the disk, where a step finds none. Without a deadline of its own: a run that finishes no step ends

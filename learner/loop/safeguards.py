@@ -23,13 +23,13 @@ from async_rlhf.learner.step.report import StepReport
 if TYPE_CHECKING:
     from async_rlhf.learner.loop.trainer import TrainerConfig
 
-# The corrections still work on what is so far off, but most of a batch teaches nothing.
+# The corrections still work beyond it, but most of a batch teaches nothing.
 MIN_ESS, _MAX_SECOND_MOMENT, _MAX_CLIP_RATIO = 0.5, 0.1, 0.3
 # One bad step is noise; and a target that was lowered for a reason is raised with more care.
 PATIENCE, RECOVERY, _MARGIN = 3, 10, 0.2
 # Refused, or beyond a limit, in a row: one may be a batch's, three are the model's.
 _MAX_BAD_STEPS = 3
-# Too few scores are no measure of a ratio; a batch of the smallest sensible size already passes this.
+# A ratio needs this many scores to be measured; the smallest sensible batch has them.
 _MIN_SCORES = 8
 # Of fewer tokens a mean is noise.
 _MIN_TOKENS = 64
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class Safeguards:
-    """Ends a run that would go on in vain. Counts what may happen a few times in a row."""
+    """Ends a run that would go on in vain. Counts events that may happen a few times in a row."""
 
     def __init__(self, config: TrainerConfig) -> None:
         self.config = config
@@ -143,7 +143,7 @@ class _Limit(NamedTuple):
 
 
 def beyond(metrics: Mapping[str, Any], guard: GuardConfig) -> list[str]:
-    """The limits of the guard that a step with these metrics is beyond. What a step does not measure is within."""
+    """The limits of the guard that these metrics of a step exceed. Missing metrics exceed none."""
     divergence = "kl/reference" if metrics.get("kl/reference") is not None else "kl/behaviour"
     limits = [
         _Limit(name, metrics[name], limit, sign, f"guard.{setting} = ")

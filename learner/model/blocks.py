@@ -30,7 +30,7 @@ _flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cp
 
 
 Span = tuple[int, int, int, int]
-"""As a line of `blocks_B4`."""
+"""A line of `blocks_B4`."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class _LayerPlan:
 
 
 def attend_in_blocks(model: nn.Module) -> bool:
-    """Let the model's attention take what `planned` gives for a mask, in place; False where it does not go through torch's."""
+    """Let the model's attention take the result of `planned` as its mask, in place; False where it does not use torch's."""
     if not attends_by_name(model):
         return False
     attend_by(model, _NAME, _attention)
@@ -81,14 +81,14 @@ def planned(batch: PolicyInputs, reach: Reach, dtype: torch.dtype, last_layer: i
     asked = torch.zeros(batch.ids_RL.shape[1], dtype=torch.bool)
     asked[batch.source_N] = True
     every, last = ([*_blocks(each, batch.positions_RL, reach, dtype)] for each in (spans, _asked(spans, asked)))
-    mask: Any = torch.empty(1, 1, 0, 0)  # of four dimensions models pass on as it is; of no size it is of no other use
+    mask: Any = torch.empty(1, 1, 0, 0)  # models pass a mask of four dimensions on unchanged; an empty one has no other effect
     mask.plan = _LayerPlan(every, last, last_layer)
     return cast(Tensor, mask)
 
 
 def _asked(spans: Sequence[Span], asked_T: Tensor) -> Iterator[Span]:
-    """Without the queries before a block's first that is asked for, where those are most of them: what they are as keys then
-    stands before the others."""
+    """Blocks without the queries before the first requested one, where those are most of the block; their keys become a block
+    of their own."""
     before: list[Span] = []
     for query, end, key, stop in spans:
         first = query + int(asked_T[query:end].int().argmax()) if query == key else query

@@ -52,7 +52,7 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
 
 
 def _linear(model: nn.Module) -> list[str]:
-    """The layers of "all-linear": all but the output layer. Experts that a model keeps as one parameter are none."""
+    """The layers of "all-linear": all linear layers but the output layer. Experts in one parameter are not among them."""
     owner: Any = model
     last = owner.get_output_embeddings()
     linear = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D))
@@ -61,7 +61,7 @@ def _linear(model: nn.Module) -> list[str]:
 
 
 def _check_plain(model: nn.Module, asked: str) -> None:
-    """Raises ConfigError for an adapter of anything else: what would be published and kept of it is not what was learned."""
+    """Raise ConfigError for other adapters: the published and saved weights would not be the learned ones."""
     places = {name.partition(".lora_")[0] for name in adapters(model)}
     of_layers = nn.Linear | Conv1D | nn.Embedding
     plain = {place for place in places if isinstance(getattr(model.get_submodule(place), "base_layer", None), of_layers)}

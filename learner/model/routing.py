@@ -37,7 +37,7 @@ class RoutingReplay:
 
     @contextmanager
     def given(self, experts_PMk: Tensor | None) -> Iterator[None]:
-        """Within, passes are over these positions. int16; -1 leaves the choice to the router."""
+        """Within, passes replay these experts. int16; -1 leaves the choice to the router."""
         before, self._experts_PMk = self._experts_PMk, experts_PMk
         try:
             yield
@@ -45,7 +45,7 @@ class RoutingReplay:
             self._experts_PMk = before
 
     def again(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """For a part of a pass and for its recomputation in the backward pass, which may come when others are given."""
+        """Contexts of a part of a pass and of its recomputation in the backward pass, which may come when others are given."""
         return nullcontext(), self.given(self._experts_PMk)
 
     def _replace(self, layer: int, router: Any, inputs: Any, outputs: Any) -> Any:

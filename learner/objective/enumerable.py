@@ -72,7 +72,7 @@ def towards(logits: Tensor, teacher: Tensor, prefixes: Tensor, *, forward: bool)
 
 
 def later(logits: Tensor, reward: Tensor, steps: int) -> Tensor:
-    """The policy after `steps` of exact gradient ascent: what a learner is when its data were sampled so many steps ago."""
+    """The policy after `steps` of exact gradient ascent, like a learner whose data were sampled that many steps ago."""
     for _ in range(steps):
         logits = logits + 0.5 * exact_gradient(logits, reward).reshape(C, V)
     return logits

@@ -95,17 +95,17 @@ def _numbered(groups: Sequence[Sequence[Any]]) -> Iterator[tuple[int, Sequence[A
 
 
 def _counting(rewards: Rewards) -> dict[int, float]:
-    """The rewards there are, by the completion's place in the batch."""
+    """The rewards that are not None, by the completion's index in the batch."""
     return {index: reward for index, reward in enumerate(chain.from_iterable(rewards)) if reward is not None}
 
 
 def _nested(numbers: Mapping[int, float], like: Rewards) -> list[list[float | None]]:
-    """By place in the batch to by group and member."""
+    """Numbers by index in the batch, regrouped by group and member."""
     return [[numbers.get(index) for index in range(first, first + len(group))] for first, group in _numbered(like)]
 
 
 def without_truncated(groups: Sequence[Group], rewards: Rewards) -> list[list[float | None]]:
-    """The rewards of the completions that came to their end; None for those that a budget of tokens cut (`is_truncated`).
+    """The rewards of the completions that are not truncated (`is_truncated`); None for the others.
 
     Leaving these out is the overlong filtering of DAPO (Yu et al. 2025, arXiv 2503.14476, section 3.4).
     """
@@ -172,7 +172,7 @@ def _of_tokens(
     advantage: AdvantageConfig,
     loss: LossConfig,
 ) -> dict[int, TokenTargets]:
-    """By index, of all that count at least: an advantage for each token, from one of three comparisons."""
+    """By index, for all completions that count: an advantage for each token, from one of three comparisons."""
     if advantage.needs_energy:
         return _from_siblings(groups, rewards, evaluated, advantage, loss)
     if advantage.level == "turn":
@@ -182,7 +182,7 @@ def _of_tokens(
 
 
 def check_estimator(config: AdvantageConfig) -> None:
-    """Call the estimator once on made-up rewards. Raises ConfigError when it raises, or gives what no step could use.
+    """Call the estimator once on made-up rewards. Raises ConfigError when it raises, or its result is unusable.
 
     Found here, the defect ends a run before its first step; later the groups of the batch would be suspected.
     """
@@ -290,7 +290,7 @@ def _penalised(rewards: Rewards, evaluated: Evaluated, loss: LossConfig) -> Rewa
 
 
 def _costs(seen: PolicyEvaluation | None, loss: LossConfig) -> Float32Array:
-    """float32 [T]: what each token loses of its reward to the divergence from the reference."""
+    """float32 [T]: the penalty of each token for the divergence from the reference."""
     if seen is None or seen.logp_reference is None:
         raise ValueError("loss.kl_coef needs log-probabilities under the reference")
     penalty = kl_penalty(seen.logp_proximal, seen.logp_reference, loss.kl_estimator)

@@ -100,7 +100,7 @@ def _sequences(inputs: LossInputs) -> tuple[Tensor, Tensor]:
 
 
 def _summed(inputs: LossInputs, each_N: Tensor) -> Tensor:
-    """[S]: over each completion's tokens; what is not exponentiated needs no clamp."""
+    """[S]: the sum over each completion's tokens; sums that are not exponentiated need no clamp."""
     return each_N.new_zeros(len(inputs.group_S)).index_add(0, inputs.sequence_N, each_N)
 
 

@@ -81,7 +81,7 @@ class LossOutputs:
 
 @dataclass(frozen=True)
 class Counts:
-    """How much there is to learn from in one optimizer update, over all its micro-batches and ranks, masked or not."""
+    """Tokens and completions of one optimizer update, over all its micro-batches and ranks, masked or not."""
 
     num_tokens: int
     num_sequences: int

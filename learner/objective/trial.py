@@ -27,7 +27,7 @@ _CLOSE_SUMS = 1e-5  # they may be float32
 # Of three groups of two completions; where a loss is given the best alone, each second one is left out.
 _LENGTHS = (3, 1, 4, 2, 5, 3)
 _DIRECTION = 0.99
-# What of the inputs a loss reads, by its declaration; `current` without one.
+# The inputs that a loss reads, by its declaration; `current` without one.
 _READ = {
     "current": ("logp_current_N", "logp_current_NK"),
     "proximal": ("logp_proximal_N",),
@@ -39,7 +39,7 @@ _READ = {
 
 @dataclass(frozen=True)
 class Law:
-    """holds: None where it does not apply. detail: the number behind it, or what went wrong."""
+    """holds: None where it does not apply. detail: the number behind it, or the error."""
 
     name: str
     holds: bool | None
@@ -215,7 +215,7 @@ def _declared_only(config: LossConfig) -> tuple[bool, str]:
 
 
 def _corrupted(inputs: LossInputs, name: str, where: Tensor | slice) -> LossInputs:
-    """With no numbers there, in all that a loss reads by this name."""
+    """The inputs with NaN at `where`, in everything that a loss reads by this name."""
     found = {field: getattr(inputs, field).detach().clone() for field in _READ[name]}
     for each in found.values():
         each[where] = torch.nan

@@ -46,12 +46,12 @@ _GROUPS = ("policy", "critic")  # as `make_adamw` names them
 
 # Gradients reduced at once. DeepSpeed's own 500 million hold a GB on every rank, whatever the size of the model.
 _REDUCE_ELEMENTS = 50_000_000
-# What the rest of the configuration decides.
+# Settings that the rest of the configuration decides.
 _OURS = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "optimizer",
     "scheduler", "fp16", "bf16", "torch_autocast", "tensor_parallel", "sequence_parallel_size",
 )  # fmt: skip
-# What AutoTP makes of each entry of a model's own plan.
+# AutoTP's form of each entry of a model's own plan.
 _STYLES: dict[str, dict[str, Any]] = {
     "colwise": {"partition_type": "column"},
     "rowwise": {"partition_type": "row"},
@@ -94,7 +94,7 @@ class DeepSpeedMachine(Machine):
         return model
 
     def _load_reference(self, directory: Path, device: torch.device | None = None) -> nn.Module:
-        """At ZeRO-3 shared out over all ranks, also where they share the policy's layers too."""
+        """Load the reference; at ZeRO-3 sharded over all ranks, even those that share the policy's layers."""
         if self.config.zero_stage < 3:
             return super()._load_reference(directory, device)
         reference = super()._load_reference(directory, torch.device("cpu"))
@@ -127,7 +127,7 @@ class DeepSpeedMachine(Machine):
 
     def apply(self, step: int, finite: bool, rate: float | None = None) -> tuple[float, bool]:
         set_learning_rate(self._optimizer, self.config, step, self.max_steps, rate)
-        # What has no gradient has one of 0 here: a policy that rests would decay, and its updates be counted.
+        # A parameter without a gradient has one of 0 here: a resting policy would decay, and its updates be counted.
         critic = self.config.critic
         resting = [*self._shards("policy")] if critic.kind == "model" and critic.learns_alone(step) else []
         for group in self._optimizer.param_groups if resting else ():
@@ -209,7 +209,7 @@ class DeepSpeedMachine(Machine):
         with self.ranks.named("the sharing out of a checkpoint"):
             for name, p in self._named():
                 if name not in weights:
-                    continue  # what adapters are added to stays as it was loaded
+                    continue  # base weights under adapters stay as they were loaded
                 value = _own_part(weights[name], self._dimensions[name]).to(self.device)
                 with self._gathered([p], writes=True):
                     p.data.copy_(value)
@@ -253,7 +253,7 @@ class DeepSpeedMachine(Machine):
             return
         size = p.ds_tensor.numel()
         own = value.flatten()[self._optimizer._get_param_partition_rank(p) * size :][:size]
-        # Filled up: of one number, or an odd many, DeepSpeed's function for whole values takes what is not there.
+        # Padded: for one number, or an odd count, DeepSpeed's function for whole values reads past the end.
         self._optimizer.set_local_hp_param(pad(own, (0, size - len(own))), p, key)
 
     def _state(self, shard: Tensor) -> dict[str, Tensor]:
@@ -266,7 +266,7 @@ class DeepSpeedMachine(Machine):
         )
 
     def _joined(self, name: str, part: Tensor) -> Tensor:
-        """On rank 0 the whole of what ranks share by `learner.tensor_parallel`; elsewhere what was given. On all at once."""
+        """On rank 0 the whole tensor that ranks share by `learner.tensor_parallel`, elsewhere the part. Collective."""
         dimension, leads = self._dimensions[name], self.ranks.rank == 0
         if dimension is None:
             return part
@@ -289,7 +289,7 @@ def _join(ranks: Ranks, device: torch.device) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized():
         dist.init_process_group(communication(device.type), store=HashStore(), rank=0, world_size=1)
-    groups._release_process_group_references()  # what it keeps of an earlier engine may divide the ranks in another way
+    groups._release_process_group_references()  # groups of an earlier engine may divide the ranks differently
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
 
@@ -374,7 +374,7 @@ def autotp_settings(model: nn.Module, size: int) -> dict[str, Any]:
 
 
 def split_dimension(own: torch.Size, whole: torch.Size) -> int | None:
-    """Along which dimension a parameter of the shape `whole` is split, when a rank has `own` of it."""
+    """The dimension along which a parameter of the shape `whole` is split, when a rank has the shape `own`."""
     return next((d for d, (part, all_of_it) in enumerate(zip(own, whole, strict=True)) if part != all_of_it), None)
 
 

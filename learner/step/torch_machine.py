@@ -36,9 +36,9 @@ from async_rlhf.learner.step.ranks import Ranks, buckets, take_device
 # Enough that a wrong tensor anywhere shows, few enough to cost nothing beside a step.
 _PROBE_TOKENS = 128
 _READ_S = 600.0
-# In one file of a checkpoint's optimizer: 256 MiB of them, which are kept or copied together when weights change meanwhile.
+# 256 MiB in one file of a checkpoint's optimizer; kept or copied together when weights change during the write.
 _FILE_NUMBERS = 2**26
-# Where torch has AdamW as one kernel for a whole list of parameters.
+# Devices for which torch has AdamW as one kernel for a list of parameters.
 _FUSED = ("cpu", "cuda", "mps", "xpu")
 # Of AdamW's running means. The second is shorter than its default of 0.999, as usual for language models: a stale, large
 # gradient is forgotten within tens of steps.
@@ -101,7 +101,7 @@ class Machine:
 
     def reference(self, batch: MicroBatch, others: int | Tensor = 0) -> Predicted | None:
         """The frozen reference's prediction (see `Policy.forward`); None without a reference."""
-        # Its experts are its own: replayed are those that sampled, in passes of the policy.
+        # The reference uses its own experts; only passes of the policy replay the recorded ones.
         return None if self._reference is None else self._reference(replace(batch, experts_PMk=None), others=others)
 
     def predict(self, batch: MicroBatch, energies: bool = False, others: int = 0) -> Predicted:
@@ -113,7 +113,7 @@ class Machine:
         return self.policy.values(batch)
 
     def keep_critic(self) -> None:
-        """Forget all of the gradient but the critic's: `apply` then leaves the policy and what the optimizer keeps of it."""
+        """Drop all of the gradient but the critic's: `apply` then leaves the policy and its optimizer state unchanged."""
         for p in self.policy.model.parameters():
             p.grad = None
 
@@ -128,7 +128,9 @@ class Machine:
             reached_P = torch.tensor([float(p.grad is not None) for p in self._learning()], device=self.device)
             self.ranks.add_up([reached_P])
             for p, num_ranks in zip(self._learning(), reached_P.tolist(), strict=True):
-                if num_ranks and p.grad is None:  # what the loss reaches on no rank has none, as on one: it is left as it is
+                if (
+                    num_ranks and p.grad is None
+                ):  # parameters that the loss reaches on no rank have no gradient, as on one rank, and stay unchanged
                     p.grad = torch.zeros_like(p)
             self.ranks.add_up([p.grad for p in self._learning() if p.grad is not None])
 
@@ -170,7 +172,7 @@ class Machine:
         return {name: raw(tensor) for name, tensor in leaving.items()} if self._lends else self._copies(leaving)
 
     def is_read(self, until: threading.Event) -> None:
-        """See `Controller.is_read`: `apply` waits where what `tensors` gave are the parameters themselves."""
+        """See `Controller.is_read`: `apply` waits where `tensors` gave the parameters themselves."""
         if not self._lends:
             return
 
@@ -264,7 +266,7 @@ class Machine:
         for key, value in saved["optimizer"].items():
             name, _, kind = key.rpartition(".")
             state.setdefault(name, {})[kind] = value
-        for name, p in self._named():  # one without a state begins anew
+        for name, p in self._named():  # a parameter without a state begins anew
             self._optimizer.state[p] = {kind: value.to(p.device) for kind, value in state.get(name, {}).items()}
         if self.policy.critic is not None:
             self.policy.critic.load_state_dict(saved["critic"])
@@ -336,7 +338,7 @@ def set_learning_rate(
 def make_adamw(
     policy: Mapping[str, nn.Parameter], critic: Mapping[str, nn.Parameter], config: LearnerConfig, device: torch.device
 ) -> torch.optim.AdamW:
-    """AdamW, fused where there is such a kernel, of what learns; the critic's parameters have a learning rate of their own."""
+    """AdamW of the trained parameters, fused where possible; the critic's parameters have their own learning rate."""
     named = {"policy": policy, "critic": critic}
     learning = {name: [p for p in parameters.values() if p.requires_grad] for name, parameters in named.items()}
     groups = [{"params": parameters, "name": name} for name, parameters in learning.items() if parameters]
@@ -376,6 +378,6 @@ def _rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def raw(tensor: torch.Tensor) -> RawTensor:
-    """Its row-major bytes: a view where it lies in CPU memory already."""
+    """The tensor's row-major bytes: a view where it is in CPU memory already."""
     data = tensor.cpu().reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
     return RawTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
