@@ -32,11 +32,11 @@ from async_rlhf.launch.program import Launcher, Node, Process
 from async_rlhf.launch.tether import BEAT
 
 START_S = 120.0
-"""An agent's time to answer: what starts it may have to pull an image, or to wait for a node."""
+"""An agent's time to answer: its command may have to pull an image, or to wait for a node."""
 _ALIVE_S = 1.0
 _KILL_S = 30.0
 _CLOSE_S = 5.0
-# What a node may make this machine's disk take in one life, of all that it returns.
+# Bytes that a node's returned files may take on this machine's disk in one life.
 _MAX_RETURNED_BYTES = 256 << 20
 E = TypeVar("E", bound=orders.Event)
 
@@ -80,7 +80,7 @@ class NodeFiles:
 
 
 Pack = Callable[[Node, str], NodeFiles]
-"""(node, its directory there) -> what it is given."""
+"""(node, its directory there) -> its files."""
 
 
 class RemoteProcess:
@@ -119,7 +119,7 @@ class RemoteProcess:
 
     def ends(self, code: int, words: str) -> None:
         if self._code is None:
-            self._failure_message = words  # first: who sees the code may read them
+            self._failure_message = words  # first, because a reader of the code may read them
             self._code = code
             self._ended.set()
 
@@ -247,7 +247,7 @@ class HostConnection:
         try:
             self._channel.send(orders.ORDERS.pack(message))
         except OSError:
-            self._receiver.join(_CLOSE_S)  # what came before the end says more than that it has ended
+            self._receiver.join(_CLOSE_S)  # events from before the end say more than the end itself
             raise
 
     def _answer(self, kind: type[E], timeout_s: float | None = None) -> E:
@@ -336,7 +336,7 @@ class Connections(Launcher):
         for path in self._large:  # now: while gigabytes are read no host is sent anything
             known_digest(path)
         for connection in [self._to(name) for name in self.names]:
-            connection.ready.wait()  # each step of it has a deadline
+            connection.ready.wait()  # each of its steps has a deadline
             if connection.lost:
                 raise ConfigError(f"the run cannot be started: {connection.lost}")
 

@@ -97,7 +97,7 @@ class Depot:
         temporary.replace(self._contents / name)
 
     def lay_out(self, node: str, files: Mapping[str, str], inline: Mapping[str, bytes]) -> Path:
-        """The new directory of a node; what an earlier life left in it is removed."""
+        """Make the directory of a node anew, without the files of an earlier life."""
         directory = self.own / node
         shutil.rmtree(directory, ignore_errors=True)
         for name, content in files.items():

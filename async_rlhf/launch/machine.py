@@ -48,8 +48,8 @@ def installed() -> str:
 
 
 def sources() -> str:
-    """Digest of the code that processes of a run execute, 12 hexadecimal digits: what a commit says nothing of where there are
-    changes, and says too much of where only documents differ."""
+    """Digest of the code that processes of a run execute, 12 hexadecimal digits. A commit would not include local changes, and
+    would differ where only documents differ."""
     package = Path(__file__).resolve().parents[1]
     files = sorted(path for room in _ROOMS for path in (package / room).rglob("*.py"))
     lines = "".join(f"{path.relative_to(package)} {content_digest(path)}\n" for path in files)
@@ -70,7 +70,7 @@ def shown_devices(environment: Mapping[str, str] = os.environ) -> list[tuple[str
 def parse(listed: str, shown: str | None) -> list[tuple[str, int | None]]:
     """Name and bytes of each device that is shown, in that order; bytes None where the driver does not list it (MIG).
 
-    listed: index, uuid, name, MiB as CSV. shown: CUDA_VISIBLE_DEVICES; as with CUDA, what follows an unknown one is not shown.
+    listed: index, uuid, name, MiB as CSV. shown: CUDA_VISIBLE_DEVICES; as with CUDA, devices after an unknown one are hidden.
     """
     rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(listed)) if len(row) == 4]
     known = {index: (name, int(mib) << 20 if mib.isdigit() else None) for index, _, name, mib in rows}

@@ -20,7 +20,7 @@ MAX_FRAME_BYTES = 4 << 20
 PIECE_BYTES = 1 << 20
 """The largest piece of a file in one message."""
 HUB_CACHE = "{hub}"
-"""In a path: the folder in which the agent's user has models of the Hugging Face Hub."""
+"""Stands in a path for the agent's cache of the Hugging Face Hub."""
 _MAX_FILES = 4096
 _MAX_INLINE_BYTES = 2 << 20
 
@@ -52,8 +52,8 @@ class OpenAgent(message.Message):
 
 
 class Want(message.Message):
-    """Which of these contents has the host not got? places: by digest, the path at which it may have a file with it, which may
-    begin with `HUB_CACHE`."""
+    """Asks which of these contents the host lacks. places: by digest, a path at which it may have the file, which may begin
+    with `HUB_CACHE`."""
 
     places: dict[FileDigest, Text] = Field(max_length=_MAX_FILES)
 
@@ -88,7 +88,7 @@ class Kill(message.Message):
 
 
 class Alive(message.Message):
-    """Nothing to report: the sender is there."""
+    """The sender lives and has nothing to report."""
 
 
 class Opened(message.Message):

@@ -1,4 +1,4 @@
-"""Which process of a run is on which host, with which devices and CPUs: a pure function of what a run wants and what there is.
+"""The placement of a run's processes on hosts, devices and CPUs: a pure function of the run's needs and the resources.
 
     learner      a device a rank, of the hosts of `learner_hosts` in their order
     evaluation   where it works beside the run: as many as an actor. Else it waits until the run's processes have ended and
@@ -46,13 +46,13 @@ Part = Literal["generation", "scoring", "learning"]
 
 
 class Host(HostConfig):
-    """A machine, with what a configuration does not say of it. The first of a run is the supervisor's, whatever its name; a
+    """A machine, with facts beyond the configuration. The first of a run is the supervisor's, whatever its name; a
     `Node` calls that one ""."""
 
     memory: int | None = Field(default=None, ge=0)
     """Bytes of the machine; None: not known."""
     own: bool = False
-    """It is the first once more, under the name by which a launcher starts processes there; they share its devices."""
+    """It is the first host again, under the name by which a launcher starts processes there; they share its devices."""
 
     def __str__(self) -> str:
         return self.name or "this machine"
@@ -117,7 +117,7 @@ class Placement:
 
 
 def place(wanted: WantedNodes, inventory: Inventory) -> Placement:
-    """Raises ConfigError for a process without room: what was asked, how much there is, the nearest that fits."""
+    """Raises ConfigError for a process without room: the request, the free resources, the nearest that fits."""
     rooms = _FreeDevices(inventory, _sharing(wanted))
     slots = {"hub": Slot("", ()), **_learner(wanted, rooms)}
     waits = bool(wanted.evaluation_devices) and not wanted.evaluates_beside
@@ -211,7 +211,7 @@ def _evaluation(wanted: WantedNodes, rooms: _FreeDevices, *, waits: bool) -> Slo
     enough = [
         n for n, host in enumerate(rooms.hosts) if (host.devices >= count if waits else rooms.has(n, "evaluation", count))
     ]
-    if not enough and waits:  # no host has so many, and `_actors` says so of the engine they are for
+    if not enough and waits:  # no host has so many, and `_actors` raises for the engine
         return Slot("", ())
     if not enough:
         raise ConfigError(
@@ -225,7 +225,7 @@ def _evaluation(wanted: WantedNodes, rooms: _FreeDevices, *, waits: bool) -> Slo
 
 
 def _actors(wanted: WantedNodes, rooms: _FreeDevices) -> dict[str, Slot]:
-    """With the scorer of each host that gets one."""
+    """Place the actors, and the scorer of each host that gets one."""
     hosts = range(len(rooms.hosts))[int(wanted.away) :]
     count, found, there = wanted.actor_devices, dict[str, Slot](), rooms.there("actor", hosts)
     most = None if wanted.actors == "fill" else wanted.actors
@@ -252,7 +252,7 @@ def _actors(wanted: WantedNodes, rooms: _FreeDevices) -> dict[str, Slot]:
         add(host)
         cpus[host] -= 1
         turns.rotate(-int(wanted.away))
-    if not count:  # more than there are CPUs, which is the user's to decide
+    if not count:  # more than the CPUs: the user's decision
         more = [host for host in (hosts if wanted.away else (0,)) if _has_room(wanted, rooms, host, needs_scorer(host))]
         for host in islice(cycle(more), max(0, (most or 1) - num_actors)):
             add(host)

@@ -1,4 +1,4 @@
-"""The system as data: which processes there are, what they are given, and the seam to whatever starts them."""
+"""The system as data: its processes, their arguments, and the seam to the launchers."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class Process(Protocol):
         """The bytes sent since the last call, one byte a word (`tether.BEAT`, `PROGRESS`, `PERCENT`). Never waits."""
 
     def failure_message(self) -> str:
-        """Why it ended, by its own account in this life: what it called fatal, else the exception in C++ that ended it,
-        else its log's last line, else nothing."""
+        """Why it ended, by its log of this life: its fatal message, else the C++ exception that ended it, else the last line,
+        else nothing."""
 
     def kill(self) -> None:
         """End it now, also when it is frozen, and wait until it has ended (30 s at most: then the kernel holds it)."""
@@ -75,7 +75,7 @@ class Launcher(ABC):
         return {}
 
     def close(self) -> None:  # noqa: B027  of this machine there is nothing to close
-        """Let go of the hosts; what still runs there ends."""
+        """Let go of the hosts; processes that still run there end."""
 
 
 def rank_name(rank: int) -> str:

@@ -128,7 +128,7 @@ class RayHosts:
             return there[self._taken[name]]
 
     def _nodes(self) -> list[dict[str, Any]]:
-        """Those that live and can hold an agent; that of this process last, for hub and learner run there."""
+        """The living nodes that can hold an agent; the node of this process last, because hub and learner run there."""
         needed = ("CPU", "GPU") if self._on_gpus else ("CPU",)
         found = [node for node in ray.nodes() if node["Alive"] and all(node["Resources"].get(each, 0) >= 1 for each in needed)]
         return sorted(found, key=lambda node: (node["NodeID"] == self.here, node["NodeID"]))

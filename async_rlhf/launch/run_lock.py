@@ -1,4 +1,4 @@
-"""Who works on a run directory: a lock on its file `lock`, held as long as any process of the run lives.
+"""The lock of a run directory, on its file `lock`, held as long as any process of the run lives.
 
 owns        one descriptor, inherited by the roles that the holder starts: a dead supervisor's learner still holds it
 waits for   `take`: processes of an earlier start, which end by themselves when their supervisor is gone
@@ -34,7 +34,7 @@ _MIN_BYTES, _MAX_BYTES = 256, 4096
 
 @dataclass(frozen=True)
 class LockHolder:
-    """Who took the lock. pid: its process number there."""
+    """The process that took the lock. pid: its number on its host."""
 
     host: str
     pid: int
@@ -52,7 +52,7 @@ class RunLock:
 
     @classmethod
     def take(cls, path: Path, wait_s: float = 15.0) -> RunLock:
-        """Waits up to `wait_s` for processes of an earlier start. Raises ConfigError naming who holds it, and OSError."""
+        """Waits up to `wait_s` for processes of an earlier start. Raises ConfigError naming the holder, and OSError."""
         began = time.monotonic()
         while True:
             descriptor = _open(path, os.O_RDWR | os.O_CREAT)
@@ -88,7 +88,7 @@ class RunLock:
 
 
 def is_held(path: Path) -> bool:
-    """Whether any process of a run lives. Raises OSError, and DamagedError when the file is none."""
+    """Whether any process of a run lives. Raises OSError, and DamagedError for another kind of file."""
     try:
         descriptor = _open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -100,7 +100,7 @@ def is_held(path: Path) -> bool:
 
 
 def holder(path: Path) -> LockHolder | None:
-    """Who took the lock last, by its own account; None when that cannot be read."""
+    """The last holder, from the file; None when it cannot be read."""
     try:
         found = json.loads(_content(path))
         host, pid = found["host"], found["pid"]
@@ -110,7 +110,7 @@ def holder(path: Path) -> LockHolder | None:
 
 
 def signal_holder(path: Path, number: signal.Signals) -> LockHolder:
-    """Signal the process that took the lock and holds it still. Raises ConfigError when there is none that is surely it."""
+    """Signal the process that took the lock and still holds it. Raises ConfigError when none is certain."""
     run, found = str(path.parent), holder(path)
     if not is_held(path):
         raise ConfigError(f"run {run!r} is not running")
@@ -154,7 +154,7 @@ def _try(descriptor: int, kind: int) -> bool:
 
 
 def _is(path: Path, descriptor: int) -> bool:
-    """Whether the file under this path is still the one that was opened: a start that failed removes what it made."""
+    """Whether the path still leads to the opened file: a failed start removes its file."""
     with suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     return False
@@ -175,7 +175,7 @@ def _took(pid: int, path: Path) -> bool:
 
 
 def _left(path: Path) -> str:
-    """The processes of this host that have the file open, and what they are."""
+    """The processes of this host that have the file open, with their commands."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

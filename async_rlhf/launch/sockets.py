@@ -1,4 +1,4 @@
-"""Where processes of a run listen: sockets of one host in a private directory, and addresses that other hosts reach.
+"""The addresses of a run's processes: sockets of one host in a private directory, and addresses that other hosts reach.
 
 In the directory the host's processes find the hub's socket, or the relay's, and the scorer's. It lies in the temporary
 directory, or in `/tmp` where that has a long path (a socket's has at most 107 bytes), and its maker holds a lock on it: the
@@ -57,7 +57,7 @@ def socket_root(room: int = _ROOM) -> Path:
 
 @contextmanager
 def socket_directory() -> Iterator[Path]:
-    """A new one, until the end of the block. Raises OSError when there is no room, ConfigError as `socket_root`."""
+    """A new directory until the end of the block. Raises OSError when there is no room, ConfigError as `socket_root`."""
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=socket_root()))
     with closing(lock_directory(directory)):
         try:
@@ -67,7 +67,7 @@ def socket_directory() -> Iterator[Path]:
 
 
 def is_private(directory: Path) -> bool:
-    """Whether this is such a directory, made by this user, that no other can enter."""
+    """Whether this is a directory of sockets that this user made and no other can enter."""
     with suppress(OSError, ValueError):
         found = directory.lstat()
         ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
@@ -76,7 +76,7 @@ def is_private(directory: Path) -> bool:
 
 
 def remove_left(directory: Path) -> None:
-    """Remove what one left that was killed: sockets, and the directory when it is empty then and has no owner."""
+    """Remove the sockets of a killed process, and the directory if it is then empty and has no owner."""
     if not is_private(directory):
         return
     with suppress(OSError), closing(lock_directory(directory)):

@@ -65,7 +65,7 @@ class Tether:
         self._send(BEAT)
 
     def progress(self, done: int = 0, of: int = 1) -> None:
-        """Something that this role is for has been done; where it is known how much there is, `done` of `of` in all."""
+        """Report progress of this role's work; where the amount is known, `done` of `of` in all."""
         before, self._percent = self._percent, 100 * done // of
         self._send(PROGRESS + PERCENT * (self._percent - before))
 
