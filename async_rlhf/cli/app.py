@@ -110,7 +110,7 @@ def experiment(name: str) -> Any:
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print what comes from files or peers: it may not speak to the terminal."""
+    """Print text from files or peers, without its control characters."""
     from async_rlhf.run.run_files import printable
 
     typer.echo(printable(text), err=err)

@@ -77,7 +77,7 @@ def serve_sessions(
 
 
 def _serve(name: str, server: Any, further: Mapping[str, int] | None = None) -> None:
-    """Until SIGINT or SIGTERM; then say what it has answered. further: what else was counted."""
+    """Serve until SIGINT or SIGTERM, then print the counters. further: more of them."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: server.stop())
     typer.echo(f"{name} is served at {server.address}")

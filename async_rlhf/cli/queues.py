@@ -83,7 +83,7 @@ def _request(what: Request, directory: Path, name: str) -> None:
 
 
 def put_behind(directory: Path, config: Config) -> None:
-    """Submit a run to a queue, and say what it waits for. Raises ConfigError."""
+    """Submit a run to a queue, and print what it waits for. Raises ConfigError."""
     from async_rlhf.preparation import check_startable
     from async_rlhf.run.checks.spool import make_spool
     from async_rlhf.serve.queue_dir import QueueDir

@@ -29,7 +29,7 @@ One text is a list of one. `{NAME}` is a name that the user chooses, left out in
 
 Made by `python -m async_rlhf.cli.reference`.
 """
-# Where each section is explained, beside what stands here.
+# The page that explains each section.
 _PAGES = {
     "": "[README.md](../README.md)",
     "data": "[data.md](data.md)",
@@ -113,7 +113,7 @@ def _type(annotation: Any) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    """As it stands behind the key: nothing for one that must be set."""
+    """The default behind a key; empty for a key that must be set."""
     if field.is_required():
         return ""
     value = field.get_default(call_default_factory=True)
@@ -132,7 +132,7 @@ def _limits(field: FieldInfo) -> str:
 
 
 def _number(value: float) -> str:
-    """Large powers of two as such."""
+    """A number as text, large powers of two as such."""
     whole = int(value)
     power = whole.bit_length() - 1
     return f"2^{power}" if whole == value and power > 16 and whole == 1 << power else f"{value}"

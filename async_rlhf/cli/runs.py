@@ -186,7 +186,7 @@ def sweep(
 
 
 def _run_to_end(config: Any, **how: Any) -> None:
-    """Run a checked configuration as `async_rlhf.api.run` does, and say how it ended. Raises what that raises."""
+    """Run a checked configuration by `async_rlhf.api.run`, and print how it ended. Raises its errors."""
     from async_rlhf.api import run
     from async_rlhf.run.display.terminal import Lasting, outliving_terminal
     from async_rlhf.run.run_dir import RunDir

@@ -157,7 +157,7 @@ def rollouts_replay(
     from async_rlhf.run.config import override
 
     source = opened(run_dir).run
-    timeless = {"max_seconds": "none"}  # what is learned again takes another time, and is all that was learned
+    timeless = {"max_seconds": "none"}  # a replay takes another time, and all of it is wanted
     changed = timeless | overridden(overrides) | {"name": name, "output_dir": str(source.path.parent)}
     run = replay(source, override(source.config(), changed))
     typer.echo(f"{len(run.read_metrics())} steps learned again in {run.path}")

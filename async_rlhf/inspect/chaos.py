@@ -106,7 +106,7 @@ class FaultInjector:
                 pass
             return
         wanted, waited = self.steps() + self._random.randint(0 if self.faults else 1, _MAX_STEPS_BETWEEN), 0.0
-        # Without a step for long the next fault comes all the same: a process that hangs is a target, not waited for.
+        # After this long without a step the next fault comes anyway: a hanging process is a target too.
         while self.steps() < wanted and waited < _PATIENCE_S and not self._closing.wait(_LOOK_S):
             waited += _LOOK_S
 
@@ -133,7 +133,7 @@ class FaultInjector:
                 until = time.monotonic() + seconds
                 while self.processes().get(name) is target and time.monotonic() < until and not self._closing.wait(_LOOK_S):
                     pass
-                if self.processes().get(name) is target:  # else the watchdog has ended it, and the run goes on
+                if self.processes().get(name) is target:  # else the watchdog has ended it
                     os.kill(target.pid, signal.SIGCONT)
 
 
@@ -153,7 +153,7 @@ def problems(run: RunDir, config: Config) -> list[str]:
     most = None if by_budget else config.max_steps
     wanted = (len(metrics) if most is None else most) * config.groups_per_batch
     missing = sorted(set(range(wanted)) - set(trained))
-    if config.advantage.constant_groups == "refill":  # others take the place of what is quarantined or filtered
+    if config.advantage.constant_groups == "refill":  # others replace quarantined and filtered groups
         if config.data.epochs is None and len(trained) != wanted:
             found.append(f"{len(trained)} groups were trained on, of {wanted}")
     elif config.data.epochs is None and len(missing) != ledger.get("quarantined", 0):

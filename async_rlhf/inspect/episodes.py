@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # Longer than any step may take by default; only a defect of ours reaches it where a time-out is set higher.
 _PATIENCE_S = 600.0
 Write = Callable[[Content], str | None]
-"""The next turn, after what was read; None: no further one."""
+"""The next turn after the content that was read; None: no further one."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class EpisodeTrial:
         return sum(part.who == "model" for part in self.parts)
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """The trial as values for JSON."""
         return asdict(self)
 
 
@@ -176,7 +176,7 @@ def play_by_model(config: Config, limit: int) -> Iterator[EpisodeTrial]:
 
 
 def with_specials(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[tuple[str, bool]]:
-    """Tokens as text, in runs: (text, whether it is of special tokens)."""
+    """Tokens as runs of text: (text, whether they are special tokens)."""
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return [(str(tokenizer.decode(list(run))), is_special) for is_special, run in groupby(ids, special.__contains__)]
 

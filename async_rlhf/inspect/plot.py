@@ -18,7 +18,7 @@ from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_files import figures, is_number, is_step
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""For readers who see few colours: those of Okabe and Ito without the yellow, which is too pale for a line."""
+"""The colour-blind safe palette of Okabe and Ito, without the yellow, which is too pale for a line."""
 _FORMATS = (".png", ".svg")
 _COLUMNS = 3
 _STYLES: Sequence[Any] = ("-", ":", "--", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 4)))
@@ -33,7 +33,7 @@ _EXTREMES = ("max", "longest", "largest")  # of a step; a mean of them means not
 
 @dataclass(frozen=True)
 class MetricPanel:
-    """One thing that is watched: metrics by what the legend calls them, each with a line style of its own.
+    """One panel: metrics by their name in the legend, each with a line style of its own.
 
     noisy: single steps say little, so the page draws a mean over neighbours too. floor, ceiling: of the scale, at least.
     """
@@ -71,7 +71,7 @@ class Curves:
 
 
 _Lines = Mapping[str, Sequence[tuple[int, float]]]
-"""By label: the points of a line."""
+"""The points of a line, by label."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ _PANELS = {"rewards": "Held-out rewards, each", "reward": "Held-out reward, each
 
 
 def _judged(run: Curves) -> dict[str, _Lines]:
-    """By panel and label, what evaluations found at their steps; of sampled completions pass@k of the largest k."""
+    """By panel and label, the results of evaluations at their steps; of pass@k the largest k."""
     panels: dict[str, dict[str, dict[int, float]]] = {}
     for record in filter(is_step, run.evaluations):
         pass_at = (record.get("sampled") or {}).get("pass_at") or {}
@@ -243,7 +243,7 @@ def _smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """As short as tells them apart: the last parts of the paths."""
+    """The shortest last parts of the paths that tell them apart."""
     parts = [path.resolve().parts for path in paths]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]

@@ -1,4 +1,4 @@
-"""Where a run stands: live from its hub and its scorer, or from what it left behind.
+"""The state of a run: live from its hub and its scorer, or from its files.
 
 Trusts neither files nor peers: what cannot be read is named beside the rest, every wait is bounded, and only sockets that a
 living run of this user has made are connected to.
@@ -29,7 +29,7 @@ _PATIENCE_S = 3.0
 _STEP_BYTES = 64 << 10
 """Holds the last step; a page asks every second."""
 _MOST_CHANGES = 10
-_LAST_STATES = ("finished", "drained")  # of a hub: what it wrote last
+_LAST_STATES = ("finished", "drained")  # the last states that a hub writes
 _ACTOR = "version {version:.0f}, {groups:.0f} groups, last message {silent_s:.1f} s ago"
 _BEHIND = "; not version {behind_version} for {behind_s:.1f} s: {behind_because}"
 _CURRICULUM = (
@@ -65,7 +65,7 @@ class _EvaluationLine(_ShownShape):
 
 
 def read(reading: Reading) -> dict[str, Any]:
-    """As plain values, ready for JSON. `problems` names what cannot be read. Raises ConfigError and DamagedError."""
+    """The state as values for JSON. `problems` names unreadable parts. Raises ConfigError and DamagedError."""
     run, config, problems = reading.run, reading.config(), list[str]()
 
     def tried(look: Callable[[], Any], otherwise: Any) -> Any:
@@ -84,7 +84,7 @@ def read(reading: Reading) -> dict[str, Any]:
             with control(hub_address(sockets), _PATIENCE_S, connector(config.security.directory)) as client:
                 hub = _checked(client.status(), "the hub's answer")
         except AsyncRLHFError as error:
-            is_over = _is_newer(run.ledger, run.lock_file) and hub.get("state") in _LAST_STATES  # what is left is evaluated
+            is_over = _is_newer(run.ledger, run.lock_file) and hub.get("state") in _LAST_STATES  # only evaluations are left
             hub["state"] = "ending" if is_over else f"the hub does not answer: {error}"
         scorer = _scorer(scorer_address(sockets)) if (sockets / "scorer").exists() else {}
     spent = Spent.until(metrics[-1] if metrics else {})
@@ -169,7 +169,7 @@ def _head(run: RunDir, found: dict[str, Any]) -> str:
 
 
 def _ending(found: dict[str, Any]) -> list[str]:
-    """How it ended, or what ends it."""
+    """How the run ended, or what will end it."""
     if (end := found["ended"]) and end["code"]:
         return [f"ended with code {end['code']}: {end['reason']}"]
     if reason := end["reason"] if end else found["used_up"]:
@@ -213,7 +213,7 @@ def _sentence(record: dict[str, Any], words: Callable[[dict[str, Any]], str]) ->
 
 
 def _checked(values: dict[str, Any], name: str) -> dict[str, Any]:
-    """Raises DamagedError for types that are none of a hub's status."""
+    """Check the types of a hub's status. Raises DamagedError."""
     try:
         _HubStatus.model_validate(values)
     except ValidationError as error:

@@ -60,7 +60,7 @@ def export(reading: Reading, out: Path) -> int:
 def step_times(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, float, float, int]]:
     """(began to wait, began to train, was recorded, number) of each of consecutive steps.
 
-    A duration and a date are of two clocks: a step begins when the one before it has ended, whatever they make of it.
+    Durations and dates come from two clocks, so a step never begins before the one before it has ended.
     """
     before = 0.0
     for record in records:
@@ -108,7 +108,7 @@ def _event(process: str, track: str, span: TracedSpan) -> Event:
 
 
 def _us(seconds: float) -> int:
-    """Whole microseconds: what ends when another thing begins ends at the same number, and a viewer sees no overlap."""
+    """Whole microseconds, so that a span ends at the number at which the next one begins, and a viewer sees no overlap."""
     return round(seconds * 1e6)
 
 
@@ -125,6 +125,6 @@ def _numbered(events: list[Event]) -> Iterator[Event]:
             tracks[process, track] = len(tracks) + 1
             names = {"pid": processes[process], "tid": tracks[process, track]}
             yield {"ph": "M", **names, "name": "thread_name", "args": {"name": track}}
-    # What ends comes before what begins at the same moment, or a viewer nests one in the other.
+    # Ends come before beginnings of the same moment, or a viewer nests one in the other.
     for event in sorted(events, key=lambda event: (event["ts"], event["ph"] != "e")):
         yield {**event, "pid": processes[event["pid"]], "tid": tracks[event["pid"], event["tid"]]}

@@ -33,7 +33,7 @@ from async_rlhf.run.config import Config, section
 from async_rlhf.run.scoring import played_by, reward_specs
 
 _TOKENS = ("completion_ids", "prompt_ids")
-# What may be a list with one item for each of several completions.
+# Fields that may be a list with one item for each of several completions.
 _OF_MEMBERS = ("completion_ids", "finish_reason", "sampled")
 _BINS = 10
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -80,7 +80,7 @@ class TrialReport:
         return any(reward.num_scored for reward in self.rewards)
 
     def plain(self) -> dict[str, Any]:
-        """For JSON; without the single scores."""
+        """The trial as values for JSON, without the single scores."""
         found = asdict(self)
         del found["scores"]
         return {**found, "num_failed": self.num_failed}
@@ -198,7 +198,7 @@ def lines(trial: TrialReport) -> list[str]:
 
 
 def _bars(histogram: Sequence[tuple[float, float, int]]) -> str:
-    """The lowest value, a bar for each tenth of the range, the highest value. Where there is one value a bar is seen."""
+    """The lowest value, a bar for each tenth of the range, the highest value. A single value has a visible bar."""
     most = max(count for *_, count in histogram)
     bars = "".join(_BARS[-(-(len(_BARS) - 1) * count // most)] for *_, count in histogram)
     return f"{histogram[0][0]:.3g} |{bars}| {histogram[-1][1]:.3g}"

@@ -1,4 +1,4 @@
-"""The model card of a checkpoint: Markdown from what its run has written, without the folders of this machine (`folders`)."""
+"""The model card of a checkpoint: Markdown from the files of its run, without folders of this machine (`folders`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import is_step, read_object
 
-# About the machine and its user, not about what was learned.
+# About the machine and its user, not about the model.
 _LEFT_OUT = {"output_dir", "address", "hooks", "launch", "placement", "security", "tracking", "disk_pause_bytes"}
 _Z = 1.959964  # of a normal distribution, for 95 %
 

@@ -17,7 +17,7 @@ _PLAIN = re.compile(r"~?/(?:[\w.@+~-]+/)+(?=[\w.@+~-])")
 
 
 def without_folders(value: Any) -> Any:
-    """A copy of plain values. What is published is named as on the Hub."""
+    """A copy of plain values without folders; models are named as on the Hub."""
     if isinstance(value, dict):
         return {key: without_folders(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -44,7 +44,7 @@ class How(NamedTuple):
     adapter: bool = False
     """The adapter alone."""
     update: bool = False
-    """A commit is added to what is there."""
+    """Add a commit to a repository with content."""
     dry_run: bool = False
     """Nothing is contacted."""
 
@@ -89,7 +89,7 @@ def _found(target: Path) -> tuple[RunDir, Path]:
 
 
 def _files(run: RunDir, checkpoint: Path, adapter: bool) -> dict[str, Path | bytes]:
-    """The model, or the adapter with what names its base, and the tokenizer. Raises ConfigError."""
+    """The model, or the adapter with the name of its base, and the tokenizer. Raises ConfigError."""
     model = {path.name: path for path in sorted((checkpoint / "model").glob("[!.]*")) if path.is_file()}
     if not adapter:
         return dict(model)
@@ -104,7 +104,7 @@ def _files(run: RunDir, checkpoint: Path, adapter: bool) -> dict[str, Path | byt
 
 
 def check_clean(run: RunDir, files: Files) -> None:
-    """Raises ConfigError for a file with a key, a path of this machine, or what the environment has under a secret's name."""
+    """Raise ConfigError for a file with a key, a path of this machine, or a secret of the environment."""
     hidden = {f"the value of ${key}": text for key, text in os.environ.items()
               if LIKE_A_SECRET.search(key) and len(text) >= _SHORTEST_SECRET}  # fmt: skip
     hidden |= {f"the path {path}": f"{path}/" for path in {run.path.resolve(), Path.home()} - {Path("/")}}
@@ -118,7 +118,7 @@ def check_clean(run: RunDir, files: Files) -> None:
 
 
 def _send(name: str, files: Files, message: str, how: How) -> str:
-    """Where it is now. Raises ConfigError, and AsyncRLHFError for what the Hub refuses."""
+    """Send the files; returns their address. Raises ConfigError, and AsyncRLHFError when the Hub refuses them."""
     from huggingface_hub import CommitOperationAdd, HfApi, get_session, get_token
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -151,7 +151,7 @@ def _send(name: str, files: Files, message: str, how: How) -> str:
 
 
 def _bound(client: Client) -> None:
-    """Answers of it take a limited time, and are of a limited size: none of those here is a file."""
+    """Limit the time and the size of the Hub's answers: none of those used here is a file."""
     client.timeout = Timeout(_ANSWER_S)
     client.event_hooks = {**client.event_hooks, "response": [_bound_answer]}
 

@@ -1,4 +1,4 @@
-"""The directory of a queue of runs: what lies where, and what an operator may do to it, whether a daemon runs or not.
+"""The directory of a queue of runs: its files, and an operator's requests, with or without a daemon.
 
 lock                           held by the daemon                       queue/  itself locked for each change, for a moment
 queue/NNNNNN-NAME/config.toml  the run's configuration, resolved        state.json  how it stands (`turns.Entry`)
@@ -42,7 +42,7 @@ _DONE = {"cancel": "cancelled", "stop": "stopped", "resume": "resumed"}
 
 
 class QueueDir:
-    """See the module docstring. All raises ConfigError for what cannot be done, also with the entry of another version."""
+    """See the module docstring. Every method raises ConfigError for an impossible request, or an entry of another version."""
 
     def __init__(self, path: Path) -> None:
         if (path / "manifest.json").exists():  # a run has a `lock` and a `queue` too
@@ -55,7 +55,7 @@ class QueueDir:
 
     @classmethod
     def made(cls, path: Path) -> QueueDir:
-        """The queue in this directory, which is made where there is none."""
+        """The queue in this directory, which is made if it does not exist."""
         found = cls(path)
         try:
             for directory in (found._queue, found.runs):
@@ -126,7 +126,7 @@ class QueueDir:
     # -- what the daemon and readers see -------------------------------------------------------------------------------
 
     def entries(self) -> list[QueueEntry]:
-        """In the order in which they were submitted. One whose state cannot be read, or is of another version, is shown as
+        """Entries in the order of submission. One whose state cannot be read, or is of another version, is shown as
         failed, with the reason."""
         found = []
         for folder in self._queue.iterdir():
@@ -135,7 +135,7 @@ class QueueDir:
         return sorted(found, key=lambda entry: entry.number)
 
     def keep(self, entry: QueueEntry) -> None:
-        """Replace what is known of an entry. Raises OSError, FormatError for one of another version; it is then as it was."""
+        """Replace the state of an entry. Raises OSError, and FormatError for one of another version; it is then unchanged."""
         with suppress(DamagedError):
             QUEUE.check(read_object(self.folder(entry) / "state.json").get("format", 1), self.folder(entry))
         self._write(self.folder(entry), entry)
@@ -150,7 +150,7 @@ class QueueDir:
         return self._queue / f"{entry.number:06d}-{entry.name}"
 
     def run(self, entry: QueueEntry) -> RunDir:
-        """It need not be there yet."""
+        """The entry's run directory, which may not exist yet."""
         return RunDir(self.runs / entry.name)
 
     def is_alive(self, entry: QueueEntry) -> bool:
@@ -170,7 +170,7 @@ class QueueDir:
         return self.run(entry).exists and (entry.state != "cancelled" or (self.folder(entry) / "log").exists())
 
     def steps(self, entry: QueueEntry) -> int:
-        """Those that are recorded."""
+        """The recorded steps."""
         newest = None
         with suppress(DamagedError):
             newest = line_of_step(self.run(entry).metrics) if self.has_begun(entry) else None
@@ -189,7 +189,7 @@ class QueueDir:
             )
 
     def _configured(self, entry: QueueEntry, key: str) -> Any:
-        """None where it cannot be read."""
+        """A key of the entry's configuration; None where it cannot be read."""
         with suppress(OSError, DamagedError, ValueError):
             return toml_table(read_small(self.folder(entry) / "config.toml")).get(key)
         return None

@@ -1,4 +1,4 @@
-"""Which run of the queue is started, ended or given up next: a function of what is known to what is to be done.
+"""The runs of the queue to start, end or give up next: a function of the observed states.
 
 No file, no clock and no process: the daemon observes (`SeenRun`), calls `plan`, and carries it out.
 
@@ -35,7 +35,7 @@ AFTER: Mapping[Request, Mapping[State, State]] = {
 }
 """The next state of a run, by the operator's request and its present state."""
 MAX_LOSSES = 6
-"""Lives in a row without a new step, of which no end was recorded; as many as a role of a run may have."""
+"""Lives in a row without a new step and without a recorded end; as many as a role of a run may have."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def requested(entry: QueueEntry, what: Request) -> QueueEntry | None:
 
 
 def plan(entries: Sequence[QueueEntry], seen: Mapping[int, SeenRun], *, at_once: int = 1, closing: bool = False) -> QueuePlan:
-    """seen: of every active entry. at_once: how many may run. closing: the daemon ends; what runs goes on when it is back."""
+    """seen: of every active entry. at_once: runs at a time. closing: the daemon ends; its runs go on when it is back."""
     now = [_settled(entry, seen[entry.number], closing) if entry.is_active else entry for entry in entries]
     room = 0 if closing else at_once - sum(entry.is_active for entry in now)
     waiting = sorted(entry.number for entry in now if entry.state == "waiting")
@@ -127,7 +127,7 @@ def _settled(entry: QueueEntry, seen: SeenRun, closing: bool) -> QueueEntry:
 
 
 def _lost(entry: QueueEntry, steps: int) -> QueueEntry:
-    """Killed, or the machine went down. What is lost again and again without a new step would be so for ever."""
+    """The run was killed, or the machine went down. A run that is lost repeatedly without a new step fails."""
     losses = 1 if steps > entry.steps else entry.losses + 1
     if losses >= MAX_LOSSES:
         return replace(entry, state="failed", losses=losses, reason=f"lost {losses} times in a row without a new step")

@@ -1,4 +1,4 @@
-"""Where the page is served, and who may see it: decided and bound before anything is read or shown.
+"""The address of the page and its access: decided and bound before anything is read or shown.
 
 This machine only, unless there is a token; a page that another machine can ask for without one is refused. What takes something
 is not open to all of this machine either, whose browser shows pages of any site: it has a token, or a socket of this user's.
@@ -102,7 +102,7 @@ def url(host: str, port: int) -> str:
 
 
 def _private(address: str, path: Path) -> socket.socket:
-    """At a path that this user alone can open; what one that has ended left there is replaced."""
+    """A socket at a path that only this user can open; a socket of an ended process is replaced."""
     found, mask = socket.socket(socket.AF_UNIX), os.umask(0o177)
     try:
         if path.is_socket() and found.connect_ex(str(path)) == errno.ECONNREFUSED:

@@ -1,4 +1,4 @@
-"""Groups as a person reads them, on the page and in a terminal: text in pieces, each with the version that sampled it.
+"""Groups for a person, on the page and in a terminal: text in pieces, each with the version that sampled it.
 
 A record holds tokens and a text of the whole; where more than one version has sampled a completion its tokens are decoded one
 by one with the tokenizer of the newest checkpoint. Where they do not add up to the text, it stays one piece.
@@ -62,7 +62,7 @@ def pieces(
 
 
 def group_lines(record: Mapping[str, Any], decode: Decode | None = None) -> str:
-    """One group as a person reads it. decode: where it is known, an episode has a line for each turn and for what was read."""
+    """One group as text. With `decode` an episode has a line for each turn and each observation."""
     taken_back = "  QUARANTINED: " + "; ".join(map(str, record["quarantined"])) if record.get("quarantined") else ""
     lines = [f"step {record['step']}  group {record['group']} (attempt {record['attempt']}, {record['actor']}){taken_back}"]
     lines += [f"  prompt: {record['prompt']!r}"]
@@ -108,7 +108,7 @@ def decoder(path: Path, changed: float) -> Decode | None:
 
 
 def decode_of(run: RunDir) -> Decode | None:
-    """By the tokenizer of the newest checkpoint, else by that of the run's model."""
+    """The decoder of the newest checkpoint's tokenizer, else of the run's model."""
     with suppress(OSError):
         path = run.latest / "model" / "tokenizer.json"
         return decoder(path, path.stat().st_mtime)
@@ -135,7 +135,7 @@ def _turn_lines(rollout: Mapping[str, Any], decode: Decode | None) -> list[str]:
 
 
 def _cut(found: Iterable[tuple[int | None, str]], left: int) -> Iterator[tuple[int | None, str]]:
-    """So many characters in all."""
+    """The pieces, cut to `left` characters in all."""
     for version, part in found:
         yield version, part[:left]
         left -= len(part[:left])

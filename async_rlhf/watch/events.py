@@ -111,7 +111,7 @@ def timeline(
 
 
 def stacked(groups: Iterable[Sequence[TracedSpan]], rows: int = _MAX_ROWS) -> list[list[TracedSpan]]:
-    """Groups of spans in rows in which no two overlap, each in the first row that is free; what finds none is left out."""
+    """Groups of spans in rows without overlap, each in the first free row; groups without a free row are left out."""
     placed: list[list[TracedSpan]] = []
     for group in sorted(groups, key=lambda group: group[0].began):
         row = next((row for row in placed if row[-1].ended <= group[0].began), None)
@@ -123,14 +123,14 @@ def stacked(groups: Iterable[Sequence[TracedSpan]], rows: int = _MAX_ROWS) -> li
 
 
 def _whole(spans: Iterator[TracedSpan]) -> list[TracedSpan]:
-    """None of what is damaged."""
+    """The spans that are not damaged."""
     with suppress(KeyError, TypeError, ValueError):
         return list(spans)
     return []
 
 
 def _groups(samples: Iterable[Mapping[str, Any]]) -> dict[str, list[list[TracedSpan]]]:
-    """By actor; of each group its generation, and its scoring from the end of that on."""
+    """By actor: each group's generation, and its scoring after that."""
     found: dict[str, list[list[TracedSpan]]] = {}
     for sample in samples:
         with suppress(KeyError, TypeError, ValueError, AttributeError):

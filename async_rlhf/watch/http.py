@@ -45,7 +45,7 @@ def server(app: ASGIApp) -> uvicorn.Server:
     """Serves an application over HTTP on the sockets it is run with; takes no long header and no body worth the name."""
 
     async def served(scope: Scope, receive: Receive, send: Send) -> None:
-        # What several threads take at once the process keeps; an answer may have megabytes.
+        # Memory that several threads take at once stays with the process; an answer may have megabytes.
         to_thread.current_default_thread_limiter().total_tokens = 1
         await app(scope, receive, send)
 
@@ -73,8 +73,8 @@ async def healthy(request: Request) -> Response:
 
 
 class Guard:
-    """Before every request: its size, its host or token, and that no page of another site sends something. Adds headers by
-    which a browser gives the answers to no other site.
+    """Checks every request: its size, its host or token, and that no page of another site sends data. Adds headers by which a
+    browser gives the answers to no other site.
 
     max_body_bytes: of what is sent, whose length must be given; 0: nothing can be sent.
     """

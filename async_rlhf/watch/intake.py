@@ -28,7 +28,7 @@ from async_rlhf.watch.http import LOCAL, Guard, healthy, until_interrupted
 
 DEFAULT = "127.0.0.1:8266"
 SOCKET = ".listen"
-"""A spool's own; a name that begins so is no file of rows."""
+"""The socket of a spool; a name that begins with it is no file of rows."""
 MAX_BODY_BYTES = 32 << 20
 
 

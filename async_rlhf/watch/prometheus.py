@@ -58,7 +58,7 @@ _PLACES = ("leased", "queued", "in_flight", "trained", "stale", "filtered", "fai
 
 
 class RunsCollector(Collector):
-    """Answers a scrape from what was read last."""
+    """Answers a scrape from the last reading."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
@@ -120,6 +120,6 @@ def _parts(summary: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _add(family: GaugeMetricFamily | CounterMetricFamily, labels: tuple[str, ...], value: Any) -> None:
-    """A sample, where there is a number."""
+    """Add a sample for a value that is a number."""
     if isinstance(value, bool) or is_number(value):
         family.add_metric(labels, float(value))

@@ -1,4 +1,4 @@
-"""One run that is watched: where it stands and, once its page was opened, what that shows. Plain values, ready for JSON.
+"""One watched run: its state and, once its page was opened, the data of the page. Plain values, ready for JSON.
 
 Bounded in memory and in time: only what was added to its files is read. What cannot be read is named beside the rest.
 """
@@ -28,7 +28,7 @@ _OF_EVALUATION = ("label", "step", "time", "mean_reward", "rewards", "solved_by"
 
 
 class WatchedRun:
-    """summary: what `inspect.status.read` finds, renewed by `look`; not to be changed. All else is renewed by `refresh`.
+    """summary: the result of `inspect.status.read`, renewed by `look`; read-only. `refresh` renews everything else.
 
     The one may be called while the other is: it asks the hub, which may take seconds.
     """
@@ -45,7 +45,7 @@ class WatchedRun:
         self._refused: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
 
     def look(self) -> None:
-        """Where it stands; of a run that stands still this is made once."""
+        """Renew the state; once for a run whose files no longer change."""
         try:
             files, run = self.files, self.run
             paths = (run.config_file, run.metrics, run.evaluations, run.ledger, run.restarts)
@@ -60,7 +60,7 @@ class WatchedRun:
             self.summary = {**_NOTHING, "problems": [plain(problem)]}
 
     def refresh(self) -> None:
-        """Read what was added."""
+        """Read the new lines of all files."""
         self.problems = self.files.refresh(self._take)
 
     def state(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def plain(value: Any, depth: int = 12) -> Any:
 
 
 def _without_paths(files: Reading) -> dict[str, Any]:
-    """Without where it lies and without its changes, which are events; of evaluations their numbers only."""
+    """The state without paths, without changes, which are events, and with only the numbers of evaluations."""
     found = {key: value for key, value in read(files).items() if key not in ("run_dir", "changes")}
     evaluations = found["evaluations"]
     numbers = [{k: e[k] for k in _OF_EVALUATION if k in e} | {"accuracy": figures(e).get("accuracy")} for e in evaluations]
