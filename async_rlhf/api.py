@@ -138,7 +138,7 @@ def start(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Run:
-    """As `train`, and return at once; only a notebook shows the run. Raises ConfigError; its handle raises what ends it."""
+    """Like `train`, but returns at once; only a notebook shows the run. Raises ConfigError; its handle raises later errors."""
     warm()
     with ExitStack() as stack:
         of_run = _resolved(config, data, rewards, loss, advantage, environment, overrides, resume)
@@ -158,7 +158,7 @@ def start(
 
 
 class Run:
-    """A run that goes on beside the calling program. Iterating gives the record of each step, and ends with the run.
+    """A run beside the calling program. Iterating gives the record of each step, and ends with the run.
 
     owns        a thread that supervises the run's processes; they end with this process, also when it is killed
     waits for   nothing by itself: `result`, and iterating, wait for the run
@@ -179,7 +179,7 @@ class Run:
         return self._directory.path
 
     def __iter__(self) -> Iterator[Record]:
-        """Raises, at its end, what ended the run."""
+        """Raises, at its end, the error that ended the run."""
         try:
             while (record := self._own.records.get()) is not None:
                 yield record
@@ -194,7 +194,7 @@ class Run:
         self.result()
 
     def stop(self) -> None:
-        """No new work; what has begun is finished, a checkpoint is written. Returns at once."""
+        """Drain: no new work, finish the groups in progress, write a checkpoint. Returns at once."""
         self._own.supervisor.drain()
 
     def model(self) -> Path | None:
@@ -202,7 +202,7 @@ class Run:
         return _model(self._directory)
 
     def result(self, timeout_s: float | None = None) -> TrainResult:
-        """Wait for the end. Raises TimeoutError, and what ended the run."""
+        """Wait for the end. Raises TimeoutError, and the error that ended the run."""
         try:
             over = self._own.over.wait(timeout_s)
         except KeyboardInterrupt:

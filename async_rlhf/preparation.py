@@ -52,7 +52,7 @@ def prepare(
     inventory: Inventory | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> tuple[Supervisor, RunDir]:
-    """Everything that can be refused is refused here; what comes back holds the run's lock and only has to `run`.
+    """Refuse everything that can be refused; the returned supervisor holds the run's lock and only has to `run`.
 
     rows: of `rows_of`, where they are loaded already. inventory: the hosts, where they are known already. variables: further
     ones of its processes on this machine. Raises ConfigError, DamagedError.
@@ -106,7 +106,7 @@ def check_startable(config: Config) -> list[str]:
 
 
 def places(config: Config) -> list[str]:
-    """On which hosts and devices the processes of a run would begin, and what they take there, in lines for a person.
+    """The hosts, devices and memory of a run's processes, in lines for a person.
 
     Raises ConfigError where they cannot.
     """
@@ -216,7 +216,7 @@ def rows_of(config: Config, data: Iterable[Any] | None, resume: bool) -> Rows:
     Raises ConfigError, also where there is no run to continue, or it began with other rows than those that are given.
     """
     if resume:
-        RunDir.existing(config.run_dir)  # before anything of it is read
+        RunDir.existing(config.run_dir)  # checked before any of its files is read
     kept = RunData(config.run_dir, config.data)
     if not (resume and kept.is_kept):
         return load_rows(config.data, data)

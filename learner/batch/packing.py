@@ -126,7 +126,7 @@ def padding_batch() -> MicroBatch:
 
 
 def make_micro_batches(rows: Sequence[BatchRow], packing: Packing) -> list[MicroBatch]:
-    """Micro-batches, longest rows first. In blocks a row goes where it fits; else similar lengths are together, apart those of one
+    """Micro-batches, longest rows first. In blocks a row goes where it fits; else by similar length, apart those of one
     completion, which need no mask and may be far longer."""
     cut = [part for row in rows for part in _cut(row, packing)]
     units = by_group(cut) if packing.whole_groups else [[row] for row in cut]

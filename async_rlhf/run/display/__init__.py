@@ -11,7 +11,7 @@ class Progress:
     def event(self, text: str) -> None: ...
 
     def waiting(self, status: dict[str, Any], wanted: int) -> None:
-        """Before the first step, several times a second: the hub's status, empty before it has one; groups in a batch."""
+        """Called several times a second before the first step. status: the hub's, empty at first. wanted: groups in a batch."""
 
     def sample(self, record: dict[str, Any]) -> None:
         """A group that was trained on, as in `rollouts.jsonl`."""

@@ -55,7 +55,7 @@ class Display(display.Progress):
 
     def __enter__(self) -> Display:
         if self._console.is_terminal:
-            # On a narrow terminal the text takes a second line, and nothing of it is cut off.
+            # On a narrow terminal the text takes a second line and is not cut off.
             text = TextColumn("{task.description}", table_column=Column(no_wrap=False, ratio=1))
             columns = (BarColumn(10), TextColumn("{task.fields[done]}"), text, TimeRemainingColumn(compact=True))
             self._bar = Progress(*columns, console=self._console)
@@ -83,7 +83,7 @@ class Display(display.Progress):
             return
         if self._evaluation is None:
             self._evaluation = bar.add_task(evaluating(what, percent or 0), total=None, done="")
-        if percent is not None:  # none of it is done while its model is loaded
+        if percent is not None:  # no percentage exists while its model is loaded
             words, total = evaluating(what, percent), 100 if percent else None
             bar.update(self._evaluation, description=words, completed=percent, total=total)
         else:
@@ -178,7 +178,7 @@ def _pass_at(sampled: dict[str, Any] | None) -> str:
 
 
 def sample_line(record: dict[str, Any]) -> str:
-    """The first completion of a group in `rollouts.jsonl` in a line; a record that is none has an empty one."""
+    """The first completion of a group in `rollouts.jsonl` as a line; empty for another record."""
     try:
         rollout = record["rollouts"][0]
         scores = ", ".join(

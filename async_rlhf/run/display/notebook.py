@@ -18,7 +18,7 @@ _LINES = 5
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook: what it prints is shown under a cell."""
+    """Whether this process is the kernel of a notebook, which shows printed text under a cell."""
     try:
         from IPython import get_ipython
     except ImportError:

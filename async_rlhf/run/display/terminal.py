@@ -35,7 +35,7 @@ def on_signals(handler: Callable[[int, Any], object]) -> Iterator[None]:
 
 @contextmanager
 def outliving_terminal() -> Iterator[None]:
-    """Within the block the terminal's end ends neither this process nor those it starts. Only the main thread can say so."""
+    """Within the block the terminal's end ends neither this process nor its children. Only for the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -75,7 +75,7 @@ class Lasting:
             if error.errno in _GONE:
                 self._leave()
         except (ValueError, AttributeError):
-            pass  # it was closed, or there is none
+            pass  # the stream is closed, or there is none
 
     def _leave(self) -> None:
         own = os.fstat(self._stream.fileno())

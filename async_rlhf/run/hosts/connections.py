@@ -76,7 +76,7 @@ def launcher_of(config: Config, run: RunDir, connections: Connections | None, pl
 def meeting_address(config: Config, placement: Placement) -> str:
     """The address of this machine at which the learner's ranks meet. Raises ConfigError.
 
-    What ranks send is neither encrypted nor let in by keys: a network that they may use is one that the configuration names.
+    Ranks send without encryption and without keys, so they use only a network that the configuration names.
     """
     ranks = [name for name in placement.slots if name.startswith("learner")]
     if host := placement.slots["learner"].host:
@@ -108,14 +108,14 @@ def _hosts(config: Config) -> Hosts:
 
 
 def check_ray(key: str, value: str, without: str) -> None:
-    """To be called before a module is imported that imports Ray. Raises ConfigError where it is not installed."""
+    """Call this before importing a module that imports Ray. Raises ConfigError where Ray is not installed."""
     # Ray would print the death of a node among the run's own lines, which say it too.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "has been marked dead|Raylet is terminated")
     check_installed("ray", key, value, "ray", without)
 
 
 def _networked(config: Config, hosts: Hosts) -> Config:
-    """With an address that the hosts reach, and a place for keys."""
+    """The configuration with an address that the hosts reach, and a directory for keys."""
     if not config.address:
         address = own_address(hosts.addresses, config.launch.interface)
         config = config.model_copy(update={"address": f"tcp://{address}:{free_port(address)}"})

@@ -28,7 +28,7 @@ _MODEL_FILES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".gguf")
 
 
 def large_files(config: Config) -> Iterator[Path]:
-    """The model, and what rewards read."""
+    """The model, and the files that rewards read."""
     for path in (config.model, *config.scoring.reference.directories, *_read_by_rewards(config).values()):
         yield from _files(Path(path))
 
@@ -39,7 +39,7 @@ def pack(config: Config, node: Node, directory: str) -> NodeFiles:
     reaches_hub = node.role in ("actor", "relay") and node.arguments[0] == config.address
     changed: dict[str, Any] = {"security": config.security.model_copy(update={"keys": None})}
     changed["hooks"] = type(config.hooks)()  # they run here, and may hold keys
-    for section in ("loss", "advantage"):  # every role reads what they declare
+    for section in ("loss", "advantage"):  # every role reads their declarations
         chosen: Any = getattr(config, section)
         changed[section] = chosen.model_copy(update={"kind": contents.code(chosen.kind, section)})
     returns = {f"logs/{node.name}.log": node.log}
@@ -60,7 +60,7 @@ def pack(config: Config, node: Node, directory: str) -> NodeFiles:
         changed["environment"] = contents.environment()
         contents.files |= {f"data/{file.name}": file for file in sorted((run.path / "data").iterdir()) if file.is_file()}
         returns[f"spans/{node.name}.jsonl"] = run.spans(node.name)
-        changed["max_log_bytes"] = _NEVER  # what is appended is sent from there, so nothing may begin anew
+        changed["max_log_bytes"] = _NEVER  # appended lines are sent from there, so no file may begin anew
     contents.inline["config.toml"] = dump(config.model_copy(update=changed)).encode()
     return NodeFiles(contents.files, contents.inline, returns)
 
@@ -116,14 +116,14 @@ class _Contents:
         return own.model_copy(update={"functions": functions, "options": options})
 
     def _options(self, own: Mapping[str, Any], name: str) -> dict[str, Any]:
-        """With the keys of its server as they are there: by their folder's name, which all of a run must share."""
+        """Options with the keys of its server as they are there: by their folder's name, which a run's processes share."""
         there, keys = {**own}, own.get("keys")
         if isinstance(keys, str) and all((Path(keys) / file).is_file() for file in _OF_A_PEER):
             there["keys"] = self.keys(Path(keys), f"{name}/{Path(keys).name}")
         return there
 
     def scoring(self) -> ScoringConfig:
-        """With the teachers as they are there."""
+        """The section with the teachers' paths there."""
         own = self._config.scoring
         there = {path: self.there(path, f"teachers/{number}") for number, path in enumerate(own.reference.directories)}
         by_source = {source: there.get(path, path) for source, path in own.reference.by_source.items()}
@@ -132,7 +132,7 @@ class _Contents:
 
 
 def _read_by_rewards(config: Config) -> dict[str, str]:
-    """By the name of a reward: its option `path`, where it names something."""
+    """The option `path` of each reward that has one, by the reward's name."""
     chosen = {name: options.get("path") for name, options in config.rewards.options.items()}
     return {name: path for name, path in chosen.items() if isinstance(path, str) and Path(path).exists()}
 

@@ -53,7 +53,7 @@ def nodes_of(config: Config, placement: Placement, run: RunDir, sockets: Path) -
     relays = {name: f"ipc://{ON_HOST}/relay" for name in hosts if name.startswith("relay-")}
     scorer_on = {hosts[name]: address for name, address in scorers.items()}
     relay_on = {hosts[name]: address for name, address in relays.items()}
-    # Shared memory is for who came by ipc: the hub's own machine does, wherever else it listens.
+    # Shared memory is for peers that connect by ipc, as those on the hub's own machine do.
     nodes = [Node("hub", "hub", (hub, network) if network else (hub,), run.log("hub"))]
     nodes.append(Node("learner", "learner", (hub,), run.log("learner")))
     nodes += [Node(name, "scorer", (address,), run.log(name)) for name, address in scorers.items()]
@@ -94,7 +94,7 @@ def wanted(config: Config) -> WantedNodes:
 
 
 def with_threads(config: Config, threads: int | None) -> Config:
-    """As a process needs it that is to compute with so many threads; None: as it is.
+    """The configuration for a process with `threads` threads; None: unchanged.
 
     An engine whose completions are to be batch invariant keeps its one thread: only with one it can be.
     """
@@ -138,7 +138,7 @@ def _most(*needs: Devices) -> Devices:
 
 
 def table(config: Config, inventory: Inventory, placement: Placement) -> list[str]:
-    """Where every process runs, for a person; a line each."""
+    """The place of every process, a line each, for a person."""
     names = {"": str(inventory[0])}
     rows = [("process", "host", "devices", *(["CPUs"] if config.placement.strategy else []))]
     for name, slot in placement.slots.items():

@@ -71,7 +71,7 @@ def schema(config: Config) -> GroupSchema:
 
 
 def _vocabulary(config: Config) -> int:
-    """Rows of the embedding. What a config.json leaves out is its family's default, which transformers knows."""
+    """Rows of the embedding. transformers knows the family's default for a config.json without the number."""
     described = _model(config)
     size = described.get("text_config", described).get("vocab_size")
     if isinstance(size, int):
@@ -88,7 +88,7 @@ def _model(config: Config) -> dict[str, Any]:
 
 
 def portable(value: Any) -> Any:
-    """Without the folders of absolute paths."""
+    """The value without the folders of absolute paths."""
     if isinstance(value, dict):
         return {key: portable(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -102,7 +102,7 @@ def little_room(directory: Path, pause_bytes: int) -> str:
 
 
 def run_learner(run: RunDir, config: Config, address: str, meeting: str = "") -> None:
-    """The model that learns, from the newest checkpoint on. meeting: where it meets its other ranks, if there are any."""
+    """Run the learner, from the newest checkpoint on. meeting: where it meets its other ranks, if there are any."""
     import_models()
     from async_rlhf.buffers.clients.learner import LearnerClient
 
@@ -120,7 +120,7 @@ def run_learner(run: RunDir, config: Config, address: str, meeting: str = "") ->
 
 
 def run_learner_rank(run: RunDir, config: Config, rank: str, meeting: str) -> None:
-    """Another process of the learner."""
+    """Run another rank of the learner."""
     import_models()
     run_rank(config, int(rank), meeting)
 
@@ -136,7 +136,7 @@ def run_scorer(run: RunDir, config: Config, address: str) -> None:
 def run_actor(
     run: RunDir, config: Config, address: str, name: str, scorer: str = "", *, progress: Callable[[], None] | None = None
 ) -> None:
-    """One generator: engine, scoring pool and loop.
+    """Run an actor: engine, scoring pool and loop.
 
     scorer: where the scorer process listens, if there is one. progress: called when a completion has been scored.
     """

@@ -38,9 +38,9 @@ _SEND_S = 2.0
 # A service's answer without an end fills no more than this of the machine.
 _MOST_MEMORY = 2 << 30
 _KEPT = 500  # lines after which it is written how far it is
-# Of a table: groups of the first step and of each so many later, so many rows, texts of so many characters.
+# Limits of a table: steps between groups, rows, and characters of a text.
 _SAMPLED_EVERY, _MOST_ROWS, _LONGEST = 25, 32, 4000
-# What a line is about rather than measures.
+# Keys of a line that are not measurements.
 _NO_MEASURES = ("step", "time", "version", "num_prompts")
 
 
@@ -61,12 +61,12 @@ def tracker_nodes(config: Config, run: RunDir) -> list[Node]:
 
 
 def run_tracker(run: RunDir, config: Config, kind: TrackerKind, *, progress: Callable[[], None] = lambda: None) -> None:
-    """The process: until the run's roles are no longer at work, and all is sent. Raises ConfigError where another one sends."""
+    """The process, until the run's roles have ended and all is sent. Raises ConfigError where another process sends."""
     _send(run, kind, run.is_announced, progress)
 
 
 def track(run: RunDir, kind: str, say: Callable[[str], None]) -> None:
-    """The command: sends what the service does not have, of a run that lives until its end. Raises ConfigError, DamagedError,
+    """The command: sends all lines that the service lacks, and follows a live run to its end. Raises ConfigError, DamagedError,
     and AsyncRLHFError for what the service or its library refuses."""
     if kind not in KINDS:
         raise ConfigError(f"--to {kind!r} is no tracker; choose one of: {', '.join(KINDS)}")
@@ -84,7 +84,7 @@ def track(run: RunDir, kind: str, say: Callable[[str], None]) -> None:
 
 
 def _send(run: RunDir, kind: TrackerKind, goes_on: Callable[[], bool], progress: Callable[[], None] = lambda: None) -> _Sent:
-    """While the run goes on, and then the rest; returns how far that is."""
+    """Send while the run goes on, and then the rest; returns the state of sending."""
     with _alone(run, kind), _bounded_memory():
         sent = _read(run, kind)
         tracker, lines = opened(kind, run, sent.branch), _UnsentLines(Reading(run))
@@ -105,7 +105,7 @@ def _send(run: RunDir, kind: TrackerKind, goes_on: Callable[[], bool], progress:
 
 @contextmanager
 def _alone(run: RunDir, kind: str) -> Iterator[None]:
-    """No other process sends the run to this service meanwhile. Raises ConfigError."""
+    """Within, no other process sends the run to this service. Raises ConfigError."""
     with run.tracked(kind).with_suffix(".lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,7 +128,7 @@ def _bounded_memory() -> Iterator[None]:
 
 
 class _UnsentLines:
-    """Logs what was added to the files of a run and was not sent yet."""
+    """Logs the lines of a run's files that were not sent yet."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading, self._num_evaluations = reading, 0
@@ -196,7 +196,7 @@ def _time(record: Mapping[str, Any]) -> float:
 
 
 def _read(run: RunDir, kind: TrackerKind) -> _Sent:
-    """A file that is damaged is as none: what was sent is sent again."""
+    """The state of sending. A damaged file counts as missing, and everything is sent again."""
     try:
         return _Sent.model_validate_json(read_small(run.tracked(kind)))
     except (FileNotFoundError, ValidationError):

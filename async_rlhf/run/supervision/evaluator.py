@@ -115,7 +115,7 @@ class Evaluator:
         """Why no further step is wanted; empty while one is."""
 
     def look(self, *, finished: bool = False) -> bool:
-        """Whether anything is being evaluated; begins what is due and looks after it. Never waits."""
+        """Begin the due evaluation and look after it; returns whether one is under way. Never waits."""
         if self._running is not None:
             self._look_after(*self._running)
         if self._running is None and (finished or (not self._placement.evaluation_waits and self._is_time())):
@@ -134,7 +134,7 @@ class Evaluator:
             self._running = None
 
     def judge(self) -> None:
-        """Set `checkpoints/best` to what the lines say, and `plateau`."""
+        """Set `checkpoints/best` and `plateau` from the lines."""
         records = self._records()
         self.plateau = self._config.evaluation.plateau(records)
         try:
@@ -200,7 +200,7 @@ class Evaluator:
         self._miss(due, f"it failed with code {code}: {reason or 'see logs/evaluation.log'}")
 
     def _miss(self, due: Due, reason: str) -> None:
-        """It is not tried again in this life of the supervisor."""
+        """Record a missing evaluation, which is not tried again in this life of the supervisor."""
         self._given_up.add(due)
         record_evaluation(self._run, {"label": due.label, "step": due.step, "time": time.time(), "missing": reason[:1000]})
         self._progress.event(f"no evaluation of {due}: {reason}")

@@ -89,7 +89,7 @@ class Hooks:
             return failed
 
     def close(self, *, at_once: bool = False) -> None:
-        """at_once: what waits is dropped."""
+        """at_once: drop waiting events."""
         with self._news:
             self._closing = True
             if at_once:
@@ -175,7 +175,7 @@ class Hooks:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """With all it started, unless it has ended."""
+    """Kill the process and all its children, unless it has ended."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -204,12 +204,12 @@ class Events:
             self._raise(kinds.get(end.code, "failed"), end.reason, code=end.code)
 
     def disk_low(self, text: str) -> None:
-        """There is little room, in these words."""
+        """Little room is left on the disk; `text` says how much."""
         self._show(text)
         self._raise("disk_low", text)
 
     def look(self) -> None:
-        """Show what has become of the hooks."""
+        """Show the hooks' failures."""
         for last_error in self._hooks.failures():
             self._show(last_error)
 

@@ -24,7 +24,7 @@ _STATUS_S = 1.0
 
 
 class BitsPromise:
-    """event: called with what is said of a promise that is withdrawn."""
+    """event: called with a message about a withdrawn promise."""
 
     def __init__(self, run: RunDir, event: Callable[[str], None], now: Callable[[], float]) -> None:
         self._run, self._event, self._is_due = run, event, Every(_STATUS_S, now)
@@ -33,7 +33,7 @@ class BitsPromise:
             self._say(self._known.obstacle)
 
     def look(self, *, is_last: bool = False) -> None:
-        """Never waits. A manifest that cannot be written says less; the event is there."""
+        """Never waits. Where the manifest cannot be written the event remains."""
         if self._known is None or self._known.obstacle or not (is_last or self._is_due()):
             return
         with suppress(DamagedError, OSError):

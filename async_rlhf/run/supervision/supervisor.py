@@ -118,7 +118,7 @@ class Supervisor:
                     self._evaluator.finish(stop=self._is_forced)
                 return True
             with on_signals(self.interrupt), self._listening(), self._beside():
-                self._tail.skip()  # lines are of earlier starts, and may be gigabytes
+                self._tail.skip()  # lines of earlier starts, which may be gigabytes
                 self._samples.skip()
                 last = line_of_step(self._run.metrics)
                 self._spent = Spent() if last is None else Spent.until(last)
@@ -151,11 +151,11 @@ class Supervisor:
         self.events.ended(end)
 
     def drain(self) -> None:
-        """As a first signal does; may be called by any thread."""
+        """Drain like a first signal; may be called by any thread."""
         self._num_signals = self._num_signals or 1
 
     def interrupt(self, *_: object) -> None:
-        """As a signal does: the first drains, the second forces."""
+        """Act like a signal: the first drains, the second ends at once."""
         self._num_signals += 1
 
     def processes(self) -> dict[str, Process]:
@@ -212,7 +212,7 @@ class Supervisor:
         child.started(process, self._now())
 
     def _attempt(self, child: Child) -> bool:
-        """Start it; what the machine refuses is a death."""
+        """Start a role; an error of the machine counts as a death."""
         try:
             self._start(child)
         except OSError as error:
@@ -223,7 +223,7 @@ class Supervisor:
     # -- watching ----------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Until the learner has ended well."""
+        """Watch until the learner has ended well."""
         while self._children["learner"].wanted:
             time.sleep(_LOOK_S)
             self._report_steps()

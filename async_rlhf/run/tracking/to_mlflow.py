@@ -51,5 +51,5 @@ class Service:
 
 
 def _named(text: str) -> str:
-    """With the characters that its names may have."""
+    """The text with only the characters that MLflow's names may have."""
     return re.sub(r"[^\w\-./ ]", "_", text)[:250]
