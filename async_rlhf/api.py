@@ -339,9 +339,9 @@ def _resolved(
         changed, own_rewards = dict(overrides or {}), dict[str, Callable[..., Any]]()
         if rewards is not None:
             changed["rewards.functions"], own_rewards = split(rewards)
-        for section, own in (("loss", loss), ("advantage", advantage)):
-            if own is not None:
-                changed[f"{section}.kind"] = _importable(section, f"{section}.kind", own)
+        for section, function in (("loss", loss), ("advantage", advantage)):
+            if function is not None:
+                changed[f"{section}.kind"] = _importable(section, f"{section}.kind", function)
         own_environment = None
         if environment is not None:
             changed["environment.function"], own_environment = target_of(environment)

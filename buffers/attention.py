@@ -142,6 +142,6 @@ def angle_limit(config: Mapping[str, Any]) -> int | None:
     kinds = [scaling, *(each for each in scaling.values() if isinstance(each, Mapping))]
     if not any(each.get("rope_type", each.get("type")) in _LENGTH_DEPENDENT for each in kinds):
         return None
-    found = [each.get("original_max_position_embeddings") for each in kinds]
-    found += [config.get("original_max_position_embeddings"), config.get("max_position_embeddings")]
-    return next(filter(None, map(_tokens, found)), None)
+    lengths = [each.get("original_max_position_embeddings") for each in kinds]
+    lengths += [config.get("original_max_position_embeddings"), config.get("max_position_embeddings")]
+    return next(filter(None, map(_tokens, lengths)), None)

@@ -290,8 +290,8 @@ class Order:
 def _parsed(data: bytes) -> _PromptLine | None:
     """None for what is no line of this file."""
     try:
-        found: dict[str, Any] = json.loads(data) if data.endswith(b"\n") else {}
-        outcomes = [(int(number), rate) for number, rate in found["outcomes"]]
-        return _PromptLine(found["step"], outcomes, int(found["known"]), int(found["first"]), list(map(int, found["places"])))
+        line: dict[str, Any] = json.loads(data) if data.endswith(b"\n") else {}
+        outcomes = [(int(number), rate) for number, rate in line["outcomes"]]
+        return _PromptLine(line["step"], outcomes, int(line["known"]), int(line["first"]), list(map(int, line["places"])))
     except (ValueError, TypeError, KeyError):
         return None

@@ -224,14 +224,14 @@ class Format:
     newest: int
     oldest: int = 1
 
-    def check(self, found: object, path: Path | None = None) -> None:
+    def check(self, number: object, path: Path | None = None) -> None:
         """Raises FormatError for a number that this code does not read."""
-        if type(found) is int and self.oldest <= found <= self.newest:
+        if type(number) is int and self.oldest <= number <= self.newest:
             return
-        older = type(found) is int and found < self.oldest
+        older = type(number) is int and number < self.oldest
         reads = f"{self.oldest} to {self.newest}" if self.oldest < self.newest else f"{self.newest}"
         raise FormatError(
-            f"{'' if path is None else f'{path}: '}{self.what} of format {found!r}, this version of async-rlhf reads {reads}. "
+            f"{'' if path is None else f'{path}: '}{self.what} of format {number!r}, this version of async-rlhf reads {reads}. "
             f"Nothing was changed; use {'an older' if older else 'a newer'} version, or another directory"
         )
 

@@ -28,8 +28,8 @@ def from_pretrained(kind: Any, directory: Path, **options: Any) -> Any:
 def load_whole(kind: Any, directory: Path, **options: Any) -> Any:
     """As `from_pretrained`, a model. Raises ConfigError too where its files lack a tensor, or have one of another shape: else
     random numbers would stand there; and as `check_numbers`."""
-    model, found = from_pretrained(kind, directory, output_loading_info=True, ignore_mismatched_sizes=True, **options)
-    if wrong := sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}):
+    model, report = from_pretrained(kind, directory, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    if wrong := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
         raise ConfigError(
             f"no tensor {wrong[0]!r} of the shape that config.json asks for is in its files ({len(wrong)} such tensors); "
             "copy it again from where it came"

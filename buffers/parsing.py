@@ -29,8 +29,8 @@ def json_value(text: str | bytes, parse_constant: Callable[[str], Any] | None = 
     try:
         if parse_constant is None and not _has_long(text):
             return loads(text)
-        found = json.loads(text, parse_int=lambda digits: int(digits[:21]), parse_float=_float, parse_constant=parse_constant)
-        return _within(found)
+        value = json.loads(text, parse_int=lambda digits: int(digits[:21]), parse_float=_float, parse_constant=parse_constant)
+        return _within(value)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
@@ -68,8 +68,8 @@ def _float(text: str) -> float:
 def _within(value: Any, where: str = "") -> Any:
     """The value itself. Raises ValueError."""
     if isinstance(value, dict | list):
-        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            _within(each, f"{where}[{key}]" if isinstance(value, list) else f"{where}.{key}" if where else str(key))
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _within(item, f"{where}[{key}]" if isinstance(value, list) else f"{where}.{key}" if where else str(key))
     elif isinstance(value, int) and not _LOWEST <= value <= _HIGHEST:
         raise ValueError(f"{where or 'it'}: {_LIMITS}")
     return value

@@ -209,13 +209,13 @@ def sampled(spans: Sequence[Span]) -> BoolArray:
 
 def pieces(spans: Sequence[Span]) -> list[Piece]:
     """The pieces of the tokens that these spans cover."""
-    found, at = [Piece(0, 0, 0)], 0
+    parts, at = [Piece(0, 0, 0)], 0
     for span in spans:
         if span.restarts:
-            found.append(Piece(at, span.num_tokens, at))
+            parts.append(Piece(at, span.num_tokens, at))
         at += span.num_tokens
-        found[-1] = found[-1]._replace(stop=at)
-    return found
+        parts[-1] = parts[-1]._replace(stop=at)
+    return parts
 
 
 def _check_restarts(spans: Sequence[Span]) -> None:
@@ -246,9 +246,9 @@ def _check_sampling_mask(sampling_mask: SamplingMask, ids: Int32Array) -> None:
             f"sampling_mask must have its {len(kept)} ids in {len(ids)} parts of at least 1, got {int(sizes.sum())}"
         )
     starts = np.cumsum(sizes) - sizes
-    found = np.add.reduceat(kept == np.repeat(ids, sizes), starts, dtype=np.int64)
-    if not bool((found == 1).all()):
-        raise RecordError(f"token {int(np.flatnonzero(found != 1)[0])} is not once in its own sampling mask")
+    counts = np.add.reduceat(kept == np.repeat(ids, sizes), starts, dtype=np.int64)
+    if not bool((counts == 1).all()):
+        raise RecordError(f"token {int(np.flatnonzero(counts != 1)[0])} is not once in its own sampling mask")
 
 
 @dataclass(frozen=True)

@@ -67,10 +67,10 @@ def read_routing(directory: Path, model_type: str) -> Routing | None:
 def routers(model: Any) -> list[Any]:
     """A transformers model's routers in the order of its layers. Raises ConfigError where its experts cannot be recorded."""
     config = model.config.get_text_config()
-    found = [each for each in model.modules() if type(each).__name__.lower().endswith("topkrouter")]
-    if {Routing(len(found), each.top_k, each.num_experts) for each in found} != {routing_of(config)}:
+    modules = [each for each in model.modules() if type(each).__name__.lower().endswith("topkrouter")]
+    if {Routing(len(modules), each.top_k, each.num_experts) for each in modules} != {routing_of(config)}:
         raise ConfigError(not_recorded(str(config.model_type)))
-    return found
+    return modules
 
 
 def not_recorded(kind: str) -> str:

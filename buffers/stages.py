@@ -60,17 +60,17 @@ def stage_metrics(rollouts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     `stages/<name>/ahead_s`: of a reward that reads along, its seconds before the completions ended; not in the others.
     `stages/exposed_ratio`: of all seconds of scoring, the share during which the completion's own engine had nothing to do.
     """
-    found: dict[str, list[StageTime]] = {}
+    by_stage: dict[str, list[StageTime]] = {}
     ahead: dict[str, list[float]] = {}
     for timings in rollouts:
         for key in timings:
             if key.endswith(_AHEAD):
                 ahead.setdefault(key.removesuffix(_AHEAD), []).append(timings[key])
         for name, time in unpack(timings).items():
-            found.setdefault(name, []).append(time)
-    metrics = {f"stages/{name}/seconds": _mean([time.seconds for time in times]) for name, times in found.items()}
+            by_stage.setdefault(name, []).append(time)
+    metrics = {f"stages/{name}/seconds": _mean([time.seconds for time in times]) for name, times in by_stage.items()}
     metrics |= {f"stages/{name}/ahead_s": _mean(seconds) for name, seconds in ahead.items()}
-    scoring = {name: times for name, times in found.items() if name != GENERATION}
+    scoring = {name: times for name, times in by_stage.items() if name != GENERATION}
     for name, times in scoring.items():
         metrics[f"stages/{name}/exposed_s"] = _mean([max(0.0, time.seconds - time.hidden_s) for time in times])
     total = sum(time.seconds for times in scoring.values() for time in times)

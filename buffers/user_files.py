@@ -83,12 +83,12 @@ class _Finder:
             spec = ModuleSpec(name, None, is_package=True)
             spec.submodule_search_locations = [str(place)]
             return spec if place.is_absolute() and place.is_dir() else None
-        found = PathFinder.find_spec(name, path)
-        if found is None and len(inner) == 1 and (file := place / unquote(inner[0])).is_file():
-            found = spec_from_file_location(name, file)
-        if found is not None and type(found.loader) is SourceFileLoader:
-            found.loader = _Loader(name, found.loader.path, PRIVATE + folder)
-        return found
+        module_spec = PathFinder.find_spec(name, path)
+        if module_spec is None and len(inner) == 1 and (file := place / unquote(inner[0])).is_file():
+            module_spec = spec_from_file_location(name, file)
+        if module_spec is not None and type(module_spec.loader) is SourceFileLoader:
+            module_spec.loader = _Loader(name, module_spec.loader.path, PRIVATE + folder)
+        return module_spec
 
 
 sys.meta_path.insert(0, _Finder)
@@ -127,10 +127,10 @@ class _Import:
     ) -> ModuleType:
         top = name.partition(".")[0]
         if level or not self._has(top):
-            found = builtins.__import__(name, globals, locals, fromlist or (), level)
-            return self._importlib() if found is importlib else found
-        found = builtins.__import__(f"{self._folder}.{name}", globals, locals, fromlist or (), 0)
-        return found if fromlist else sys.modules[f"{self._folder}.{top}"]
+            module = builtins.__import__(name, globals, locals, fromlist or (), level)
+            return self._importlib() if module is importlib else module
+        module = builtins.__import__(f"{self._folder}.{name}", globals, locals, fromlist or (), 0)
+        return module if fromlist else sys.modules[f"{self._folder}.{top}"]
 
     def import_module(self, name: str, package: str | None = None) -> ModuleType:
         own = self._has(name.partition(".")[0])
@@ -145,8 +145,8 @@ class _Import:
         """Whether this name is a module of the folder's, and not the same by Python's path: then it is left to that."""
         if f"{self._folder}.{top}" in sys.modules:
             return True
-        own = PathFinder.find_spec(top, [self._place]) if top and top not in _NEVER_OWN else None
-        if own is None or BuiltinImporter.find_spec(top) or FrozenImporter.find_spec(top):
+        spec = PathFinder.find_spec(top, [self._place]) if top and top not in _NEVER_OWN else None
+        if spec is None or BuiltinImporter.find_spec(top) or FrozenImporter.find_spec(top):
             return False
         elsewhere = None
         with suppress(ValueError):  # of a module that was made, not found
@@ -154,7 +154,7 @@ class _Import:
         if elsewhere is None:
             return True
         # A folder without an __init__.py is a package where there is no other.
-        return not _files(own) <= _files(elsewhere) and (own.origin is not None or elsewhere.origin is None)
+        return not _files(spec) <= _files(elsewhere) and (spec.origin is not None or elsewhere.origin is None)
 
 
 def _files(spec: ModuleSpec) -> set[str]:

@@ -57,8 +57,8 @@ class KindSection(Section):
         if not (info.exclude_defaults or info.exclude_unset) or self.kind not in shipped(self.decorator):
             return values
         filled_in = own_parameters(type(self), self.kind)().model_dump()
-        own = self.model_extra or {}
-        return {name: value for name, value in values.items() if name not in own or own[name] != filled_in[name]}
+        extra = self.model_extra or {}
+        return {name: value for name, value in values.items() if name not in extra or extra[name] != filled_in[name]}
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -83,8 +83,8 @@ def own_parameters(section: type[KindSection], kind: str) -> type[Section]:
                 f"{section.decorator}.kind = {kind!r}: parameter {name!r} has the name of {section.decorator}.{name}, which is "
                 "given to it; leave its default out, or choose another name"
             )
-    own: dict[str, Any] = {name: each for name, each in taken.items() if name not in section.model_fields}
-    return create_model(kind, __base__=_Parameters, **own)
+    fields: dict[str, Any] = {name: each for name, each in taken.items() if name not in section.model_fields}
+    return create_model(kind, __base__=_Parameters, **fields)
 
 
 class _Parameters(Section):

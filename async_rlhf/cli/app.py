@@ -101,12 +101,12 @@ def experiment(name: str) -> Any:
     from importlib.metadata import entry_points
     from importlib.util import find_spec
 
-    found = next(iter(entry_points(group="async_rlhf.experiments", name=name)), None)
-    if found is None or find_spec("async_rlhf.experiments") is None:
+    entry = next(iter(entry_points(group="async_rlhf.experiments", name=name)), None)
+    if entry is None or find_spec("async_rlhf.experiments") is None:
         raise ConfigError(
             f"this installation has no {name!r}: it was made without experiments/, or is older than its code; install it again"
         )
-    return found.load()
+    return entry.load()
 
 
 def say(text: str, *, err: bool = False) -> None:

@@ -47,8 +47,8 @@ def queue_list(directory: QueuePath, as_json: AsJson = False) -> None:
     """List the runs: state, steps done, and why one failed."""
     from async_rlhf.serve.queue_dir import QueueDir
 
-    found = QueueDir.existing(directory)
-    rows, daemon = found.rows(), found.daemon()
+    queue_dir = QueueDir.existing(directory)
+    rows, daemon = queue_dir.rows(), queue_dir.daemon()
     if as_json:
         typer.echo(json.dumps({"daemon": None if daemon is None else str(daemon), "runs": rows}, indent=1))
         return
@@ -110,10 +110,10 @@ def spool_put(
 
     try:
         with nullcontext(sys.stdin.buffer) if str(file) == "-" else file.open("rb") as lines:
-            found = put(directory, lines)
+            deposited = put(directory, lines)
     except OSError as error:
         raise ConfigError(f"{str(file)!r} cannot be read: {error}; give a file of one JSON object a line") from error
-    typer.echo(f"{found.rows} rows, {found.num_bytes} bytes")
+    typer.echo(f"{deposited.rows} rows, {deposited.num_bytes} bytes")
 
 
 @command(spool, "listen")

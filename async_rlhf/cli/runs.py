@@ -97,8 +97,8 @@ def evaluate(
         typer.echo(json.dumps(judged(loaded, model), indent=1))
         return
     with Display() as display:
-        found = judged(loaded, model, display)
-    say(f"{model}: {held_out(found)}")
+        record = judged(loaded, model, display)
+    say(f"{model}: {held_out(record)}")
 
 
 @command(app, "set")
@@ -134,8 +134,8 @@ def stop(run_dir: RunPath) -> None:
     from async_rlhf.run.run_dir import RunDir
 
     run = RunDir.existing(run_dir)
-    found = signal_holder(run.lock_file, signal.SIGTERM)
-    say(f"{run.path} drains ({found}); follow it with: async-rlhf status {run.path}")
+    holder = signal_holder(run.lock_file, signal.SIGTERM)
+    say(f"{run.path} drains ({holder}); follow it with: async-rlhf status {run.path}")
 
 
 @command(app)

@@ -87,9 +87,9 @@ def try_loss(
     from async_rlhf.run.config import parse_settings
 
     given = parse_settings(("loss",), [f"loss.kind='{loss}'", *(overrides or [])])
-    found = trial.try_loss(LossConfig.model_validate(given["loss"]))
-    typer.echo(json.dumps(found.plain()) if as_json else "\n".join(trial.lines(found)))
-    raise typer.Exit(0 if found.holds else 1)
+    tried = trial.try_loss(LossConfig.model_validate(given["loss"]))
+    typer.echo(json.dumps(tried.plain()) if as_json else "\n".join(trial.lines(tried)))
+    raise typer.Exit(0 if tried.holds else 1)
 
 
 @command(trying, "chaos")
@@ -122,12 +122,12 @@ def try_chaos(
     injected = injector.faults
     words = ", ".join(f"{name} {number}" for name, number in sorted(Counter(f"{f.kind} {f.target}" for f in injected).items()))
     typer.echo(f"{len(injected)} of {faults} faults: {words}; {supervisor.num_records} steps recorded")
-    found = problems(run, loaded)
-    for problem in found:
+    violations = problems(run, loaded)
+    for problem in violations:
         typer.echo(f"PROBLEM: {problem}", err=True)
     if len(injected) < faults:
         typer.echo(f"the run was over too soon: raise max_steps (now {loaded.max_steps})", err=True)
-    if found or len(injected) < faults:
+    if violations or len(injected) < faults:
         raise typer.Exit(1)
     typer.echo("nothing was lost, nothing was trained twice, the ledger closes")
 

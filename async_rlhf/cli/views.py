@@ -19,11 +19,11 @@ def status(run_dir: RunPath, as_json: AsJson = False) -> None:
     from async_rlhf.inspect.status import lines, read
 
     reading = opened(run_dir)
-    found = read(reading)
+    state = read(reading)
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        typer.echo(json.dumps(state, indent=1))
     else:
-        say("\n".join(lines(reading.run, found)))
+        say("\n".join(lines(reading.run, state)))
 
 
 @command(app)

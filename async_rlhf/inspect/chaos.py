@@ -141,13 +141,13 @@ def problems(run: RunDir, config: Config) -> list[str]:
     """Violations in a run that has ended: steps and groups missing or repeated, the bound, the ledger, groups that were
     quarantined though their actors were only silent. Empty when there are none."""
     metrics = run.read_metrics()
-    found: list[str] = []
+    wrong: list[str] = []
     steps = [record["step"] for record in metrics]
     if steps != list(range(1, len(steps) + 1)):
-        found.append(f"steps are not 1, 2, 3, ...: {steps}")
+        wrong.append(f"steps are not 1, 2, 3, ...: {steps}")
     trained = Counter(number for record in metrics for number in record["groups"])
     if repeated := sorted(number for number, times in trained.items() if times > 1):
-        found.append(f"groups trained more than once: {repeated}")
+        wrong.append(f"groups trained more than once: {repeated}")
     ledger = run.read_ledger().get("ledger", {})
     by_budget = metrics and config.budget.ended(Spent.until(metrics[-1]))
     most = None if by_budget else config.max_steps
@@ -155,16 +155,16 @@ def problems(run: RunDir, config: Config) -> list[str]:
     missing = sorted(set(range(wanted)) - set(trained))
     if config.advantage.constant_groups == "refill":  # others replace quarantined and filtered groups
         if config.data.epochs is None and len(trained) != wanted:
-            found.append(f"{len(trained)} groups were trained on, of {wanted}")
+            wrong.append(f"{len(trained)} groups were trained on, of {wanted}")
     elif config.data.epochs is None and len(missing) != ledger.get("quarantined", 0):
-        found.append(f"groups never trained: {missing} ({ledger.get('quarantined', 0)} were quarantined)")
+        wrong.append(f"groups never trained: {missing} ({ledger.get('quarantined', 0)} were quarantined)")
     if violations := [record["step"] for record in metrics if record["staleness/violations"]]:
-        found.append(f"steps with tokens over the bound: {violations}")
+        wrong.append(f"steps with tokens over the bound: {violations}")
     if not ledger.get("closes"):
-        found.append(f"the ledger does not close: {ledger}")
+        wrong.append(f"the ledger does not close: {ledger}")
     if ledger.get("trained") != sum(trained.values()):
-        found.append(f"the ledger has {ledger.get('trained')} trained groups, the metrics {sum(trained.values())}")
+        wrong.append(f"the ledger has {ledger.get('trained')} trained groups, the metrics {sum(trained.values())}")
     for record in Reading(run).quarantined.whole():
         if not any("ended" in reason for reason in record["reasons"]):
-            found.append(f"group {record['group']} was quarantined, and no actor ended with it: {record['reasons']}")
-    return found
+            wrong.append(f"group {record['group']} was quarantined, and no actor ended with it: {record['reasons']}")
+    return wrong

@@ -196,11 +196,11 @@ def _parts(
 
     parts, at = [part("environment", played.prompt_ids)], 0
     for is_turn, spans in groupby(rollout.spans, key=lambda span: span.version is not None):
-        own = list(spans)
-        count = sum(span.num_tokens for span in own)
+        run = list(spans)
+        count = sum(span.num_tokens for span in run)
         ids = rollout.completion_ids[at : at + count].tolist()
         at += count
-        if own[0].restarts:
+        if run[0].restarts:
             parts.append(EpisodePart("environment", next(anew), anew=count))
         else:
             parts.append(part("model" if is_turn else "environment", ids))
@@ -209,13 +209,13 @@ def _parts(
 
 def lines(trial: EpisodeTrial) -> list[str]:
     """An episode as a person reads it; special tokens are dim where the terminal can show it."""
-    found = [f"episode {trial.row}"]
+    text = [f"episode {trial.row}"]
     for part in trial.parts:
         of_turn = "the turn before" if part.who == "environment" else "reward"
         scored = "" if part.score is None else f"   ({of_turn}: {part.score:g})"
         scored += f"   (in the whole conversation: {part.anew} tokens)" if part.anew else ""
-        found.append(f"  {'reads ' if part.who == 'environment' else 'writes'}  {_shown(part)}{scored}")
-    return [*found, f"  {_outcome(trial)}, {trial.num_turns} turns, environment {sum(trial.seconds):.3f} s"]
+        text.append(f"  {'reads ' if part.who == 'environment' else 'writes'}  {_shown(part)}{scored}")
+    return [*text, f"  {_outcome(trial)}, {trial.num_turns} turns, environment {sum(trial.seconds):.3f} s"]
 
 
 def _shown(part: EpisodePart) -> str:
@@ -237,14 +237,14 @@ def summary(trials: Sequence[EpisodeTrial]) -> list[str]:
         return ["no episode was played"]
     values = [trial.score.value for trial in trials if trial.score is not None and trial.score.value is not None]
     steps = [second for trial in trials for second in trial.seconds]
-    found = [
+    text = [
         f"{len(trials)} episodes: "
         + ", ".join(f"{count} {end}" for end, count in Counter(trial.end for trial in trials).most_common()),
         f"turns: mean {statistics.fmean(trial.num_turns for trial in trials):.1f}, most {max(t.num_turns for t in trials)}",
     ]
     if values:
-        found.append(f"score: mean {statistics.fmean(values):.3f}, lowest {min(values):g}, highest {max(values):g}")
+        text.append(f"score: mean {statistics.fmean(values):.3f}, lowest {min(values):g}, highest {max(values):g}")
     if steps:
-        found.append(f"seconds a step: {in_words(quantiles(steps))}")
+        text.append(f"seconds a step: {in_words(quantiles(steps))}")
     counted = failures(trial.score for trial in trials if trial.score is not None)
-    return found + [f"failed {count} times: {reason}" for reason, count in counted.items()]
+    return text + [f"failed {count} times: {reason}" for reason, count in counted.items()]

@@ -90,14 +90,14 @@ def draw(readings: Sequence[Reading], out: Path) -> None:
     if out.suffix not in _FORMATS:
         raise ConfigError(f"--out {str(out)!r}: a picture is written as {' or '.join(_FORMATS)}, by the end of its name")
     runs = [reading.run for reading in readings]
-    found = [
+    drawn = [
         Curves(name, reading.steps.drawn(), reading.run.read_evaluations(), reading.changed())
         for name, reading in zip(_names([run.path for run in runs]), readings, strict=True)
     ]
-    if not any(curves.steps for curves in found):
+    if not any(curves.steps for curves in drawn):
         raise ConfigError(f"{', '.join(str(run.path) for run in runs)}: no step is recorded, so there is nothing to draw")
     try:
-        picture(found).savefig(out)
+        picture(drawn).savefig(out)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
@@ -132,8 +132,8 @@ def picture(runs: Sequence[Curves], title: str | None = None) -> Any:
     for name in titles:
         _draw(axes.pop(0), MetricPanel(name), [each.get(name, {}) for each in judged], pens, dots=True)
     for panel, place in zip(panels, axes, strict=False):
-        found = [{label: list(points(run.steps, name)) for label, name in panel.metrics.items()} for run in runs]
-        _draw(place, panel, found, pens, smooth=max(len(run.steps) for run in runs) >= _SMOOTH_FROM)
+        curves = [{label: list(points(run.steps, name)) for label, name in panel.metrics.items()} for run in runs]
+        _draw(place, panel, curves, pens, smooth=max(len(run.steps) for run in runs) >= _SMOOTH_FROM)
     last = max((step for run in runs for step, _ in points(run.steps, "step")), default=1)
     for place in figure.axes:
         for run, pen in zip(runs, pens, strict=True):
@@ -166,16 +166,16 @@ def points(records: Iterable[dict[str, Any]], name: str) -> Iterator[tuple[int, 
 
 
 def _draw(
-    axes: Any, panel: MetricPanel, found: Sequence[_Lines], pens: Sequence[_Pen], *, smooth: bool = False, dots: bool = False
+    axes: Any, panel: MetricPanel, curves: Sequence[_Lines], pens: Sequence[_Pen], *, smooth: bool = False, dots: bool = False
 ) -> None:
     """Scale, title, whole steps, a line style for each label, and a legend of them where there is more than one.
 
-    found: of each run. dots: single points, joined.
+    curves: of each run. dots: single points, joined.
     """
     from matplotlib.ticker import MaxNLocator
 
-    drawn = dict(zip(dict.fromkeys(name for lines in found for name in lines if lines[name]), cycle(_STYLES), strict=False))
-    for lines, pen in zip(found, pens, strict=True):
+    drawn = dict(zip(dict.fromkeys(name for lines in curves for name in lines if lines[name]), cycle(_STYLES), strict=False))
+    for lines, pen in zip(curves, pens, strict=True):
         for label, line in lines.items():
             if line:
                 _draw_line(axes, line, pen, drawn[label], smooth=smooth and label not in _EXTREMES, dots=dots)

@@ -122,7 +122,7 @@ def replay(source: RunDir, config: Config) -> RunDir:
 
 
 def _record(step: int, group: Group) -> dict[str, Any]:
-    own = [
+    rollouts = [
         {
             "completion_ids": rollout.completion_ids.tolist(),
             "logprobs": rollout.logprobs.tolist(),
@@ -131,7 +131,7 @@ def _record(step: int, group: Group) -> dict[str, Any]:
         }
         for rollout in group.rollouts
     ]
-    return {**group_record(group, step, own), "prompt_ids": group.prompt_ids.tolist(), **group.sampling.model_dump()}
+    return {**group_record(group, step, rollouts), "prompt_ids": group.prompt_ids.tolist(), **group.sampling.model_dump()}
 
 
 def _of_sample(line: dict[str, Any]) -> dict[str, Any]:

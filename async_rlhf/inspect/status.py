@@ -120,23 +120,23 @@ def read(reading: Reading) -> dict[str, Any]:
     }
 
 
-def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
+def lines(run: RunDir, state: dict[str, Any]) -> list[str]:
     """The result of `read` as text for a person."""
-    hub, alive = found["hub"], found["alive"]
+    hub, alive = state["hub"], state["alive"]
     ledger = hub.get("ledger", {})
-    lines = [_head(run, found), *_ending(found)]
+    lines = [_head(run, state), *_ending(state)]
     if ledger:
         shown = " + ".join(f"{ledger.get(place, '?')} {place}" for place in _PLACES)
         closes = "closes" if ledger.get("closes") else "DOES NOT CLOSE"
         lines.append(f"ledger: {ledger.get('credited', '?')} credited = {shown} ({closes})")
-    if bits := found["bits"]:
+    if bits := state["bits"]:
         lines.append(f"bits of completions: {bits['obstacle'] and 'not promised: '}{bits['obstacle'] or 'promised'}")
     for name, actor in hub.get("actors", {}).items() if alive else ():
         behind = _sentence(actor, _BEHIND.format_map) if "behind_because" in actor else ""
         lines.append(f"{name}: {_sentence(actor, _ACTOR.format_map)}{behind}")
-    restarts = dict(sorted(found["restarts"].items()))
+    restarts = dict(sorted(state["restarts"].items()))
     refused = dict(sorted(hub.get("refused", {}).items(), key=lambda item: -item[1]))
-    lines += _listed("scorer", found["scorer"], "{0} {1}")
+    lines += _listed("scorer", state["scorer"], "{0} {1}")
     lines += _listed("started again", restarts, "{0} {1}")
     if alive and hub.get("waiting_for"):
         lines.append(f"waiting: {hub['waiting_for']}")
@@ -147,34 +147,34 @@ def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
     lines += _listed("refused messages", refused, "{1} {0}")
     if ledger.get("quarantined"):
         lines.append(f"quarantined groups, and why: {run.path / 'quarantine.jsonl'}")
-    if found["last"]:
-        lines.append(f"last step: {_sentence(found['last'], line)}")
-        if failed := found["last"].get("checkpoint/failed"):
+    if state["last"]:
+        lines.append(f"last step: {_sentence(state['last'], line)}")
+        if failed := state["last"].get("checkpoint/failed"):
             lines.append(f"checkpoints that could not be written: {failed}; see {run.log('learner')}")
-    lines += _changes(found["changes"], run)
-    lines += [f"cannot be read: {problem}" for problem in found["problems"]]
-    return lines + _evaluations(found["evaluations"])
+    lines += _changes(state["changes"], run)
+    lines += [f"cannot be read: {problem}" for problem in state["problems"]]
+    return lines + _evaluations(state["evaluations"])
 
 
-def _head(run: RunDir, found: dict[str, Any]) -> str:
+def _head(run: RunDir, state: dict[str, Any]) -> str:
     """State, and how much of each budget is used."""
-    head = f"{run.path}: {found['state']}, step {found['step']}"
-    if (most := found["max_steps"]) is not None:
+    head = f"{run.path}: {state['state']}, step {state['step']}"
+    if (most := state["max_steps"]) is not None:
         head += f" of {most}"
-    if (most := found["max_trained_tokens"]) is not None:
-        head += f", {found['trained_tokens']:,} of {most:,} tokens"
-    if (most := found["max_seconds"]) is not None:
-        head += f", {found['seconds']:,.0f} of {most:,.10g} seconds"
+    if (most := state["max_trained_tokens"]) is not None:
+        head += f", {state['trained_tokens']:,} of {most:,} tokens"
+    if (most := state["max_seconds"]) is not None:
+        head += f", {state['seconds']:,.0f} of {most:,.10g} seconds"
     return head
 
 
-def _ending(found: dict[str, Any]) -> list[str]:
+def _ending(state: dict[str, Any]) -> list[str]:
     """How the run ended, or what will end it."""
-    if (end := found["ended"]) and end["code"]:
+    if (end := state["ended"]) and end["code"]:
         return [f"ended with code {end['code']}: {end['reason']}"]
-    if reason := end["reason"] if end else found["used_up"]:
+    if reason := end["reason"] if end else state["used_up"]:
         return [f"ended: {reason}"]
-    return [] if found["alive"] else ["ended: it was killed, or the machine went down; --resume goes on"]
+    return [] if state["alive"] else ["ended: it was killed, or the machine went down; --resume goes on"]
 
 
 def _listed(title: str, counts: dict[str, Any], form: str) -> list[str]:

@@ -103,7 +103,7 @@ def try_rewards(
     RewardError as a run would before its start, DeadlineError when for `patience_s` nothing is answered.
     """
     several = [rewards] if isinstance(rewards, str) or callable(rewards) else [*rewards]
-    targets, own = split([reward for reward in several if not isinstance(reward, str)])
+    targets, callables = split([reward for reward in several if not isinstance(reward, str)])
     named = iter(targets)
     names = [reward if isinstance(reward, str) else next(named) for reward in several]
     config: RewardsConfig = section("rewards", {**settings, "functions": names})
@@ -111,9 +111,9 @@ def try_rewards(
     groups = _groups(_objects(data), limit)
     members = [member for group in groups for member in group]
     columns = set.intersection(*map(set, members))
-    functions, of_own = specs_of(own, config, running.stages, [Row("", member) for member in members])
+    functions, of_own = specs_of(callables, config, running.stages, [Row("", member) for member in members])
     known = {spec.name: spec for spec in config.specs(Path.cwd(), running.stages)}
-    others = [spec for name, spec in known.items() if name not in own]
+    others = [spec for name, spec in known.items() if name not in callables]
     for source in {source_of(member) for member in members}:
         config.check_columns(others, source, set.intersection(*(set(each) for each in members if source_of(each) == source)))
     specs = tuple((known | {spec.name: spec for spec in of_own}).values())
@@ -128,11 +128,11 @@ def try_rewards(
     pool = ScoringPool[int](specs, running, wake=bell.set, by_source=config.by_source, functions=functions)
     scored = _score(pool, groups, bell, patience_s)
     wall_s = time.monotonic() - began
-    found = [
+    trials = [
         _trial(name, [each.scores[name] for each in scored], [each.stages[name] for each in scored if name in each.stages])
         for name in (spec.name for spec in specs)
     ]
-    return TrialReport(found, len(scored), wall_s, [each.scores for each in scored])
+    return TrialReport(trials, len(scored), wall_s, [each.scores for each in scored])
 
 
 def call_once(config: Config, rows: Iterable[Row], *, deep: bool) -> list[str]:
@@ -143,7 +143,7 @@ def call_once(config: Config, rows: Iterable[Row], *, deep: bool) -> list[str]:
     failed scores is allowed.
     """
     specs = reward_specs(config)
-    found = [f"reward {spec.name} loads a model: only --deep calls it" for spec in specs if spec.holds_model and not deep]
+    remarks = [f"reward {spec.name} loads a model: only --deep calls it" for spec in specs if spec.holds_model and not deep]
     asked = {name for spec in specs for name in spec.fields or ()}
     takes_all = any(spec.fields is None for spec in specs)
     kinds: dict[Any, Row] = {}
@@ -158,16 +158,16 @@ def call_once(config: Config, rows: Iterable[Row], *, deep: bool) -> list[str]:
         bell = threading.Event()
         pool = ScoringPool[int](chosen, config.scoring, wake=bell.set, by_source=config.rewards.by_source)
         scored = _score(pool, [[member] * size for member in members], bell, _PATIENCE_S)
-        for member, each in zip(members, scored[::size], strict=True):
-            for name in each.stages:  # of those that judge its source
-                score, about = each.scores[name], f"a made-up completion of the prompt {str(member['prompt'])[:60]!r}"
+        for member, scores in zip(members, scored[::size], strict=True):
+            for name in scores.stages:  # of those that judge its source
+                score, about = scores.scores[name], f"a made-up completion of the prompt {str(member['prompt'])[:60]!r}"
                 if score.failure is not None and config.rewards.max_failed_ratio < 1:
                     raise RewardError(
                         f"reward {name!r} fails on {about}, {_MADE_UP!r}: {score.failure}. Return None for what it does not "
                         "judge, or allow that scores fail: rewards.max_failed_ratio = 1"
                     )
-                found.append(f"reward {name} on {about}: {score.failure or score.value}")
-    return found
+                remarks.append(f"reward {name} on {about}: {score.failure or score.value}")
+    return remarks
 
 
 def _made_up(row: Row, is_episode: bool) -> dict[str, Any]:
@@ -182,19 +182,19 @@ def _made_up(row: Row, is_episode: bool) -> dict[str, Any]:
 
 def lines(trial: TrialReport) -> list[str]:
     """A trial as a person reads it: a few lines for each reward, so that several stand on one screen."""
-    found = [f"{trial.num_completions} completions in {trial.wall_s:.2f} s"]
+    text = [f"{trial.num_completions} completions in {trial.wall_s:.2f} s"]
     for reward in trial.rewards:
         failed, absent = sum(reward.failures.values()), reward.num_not_applicable
-        found.append(f"{reward.name}: {reward.num_scored} scored, {absent} not applicable, {failed} failed")
+        text.append(f"{reward.name}: {reward.num_scored} scored, {absent} not applicable, {failed} failed")
         if absent == trial.num_completions:
-            found.append("  it returned None for every completion: a run would learn nothing from it. Is a `return` missing?")
+            text.append("  it returned None for every completion: a run would learn nothing from it. Is a `return` missing?")
         if reward.mean is not None and reward.std is not None:
-            found.append(f"  {_bars(reward.histogram)}  mean {reward.mean:.4g}, std {reward.std:.4g}")
+            text.append(f"  {_bars(reward.histogram)}  mean {reward.mean:.4g}, std {reward.std:.4g}")
         if reward.seconds:
-            found.append(f"  seconds a call: {in_words(reward.seconds)}")
-        found += [f"  {name}: {value:.4g}" for name, value in reward.metrics.items()]
-        found += [f"  failed {count} times: {reason}" for reason, count in reward.failures.items()]
-    return found
+            text.append(f"  seconds a call: {in_words(reward.seconds)}")
+        text += [f"  {name}: {value:.4g}" for name, value in reward.metrics.items()]
+        text += [f"  failed {count} times: {reason}" for reason, count in reward.failures.items()]
+    return text
 
 
 def _bars(histogram: Sequence[tuple[float, float, int]]) -> str:
@@ -261,8 +261,8 @@ def _groups(objects: Sequence[Mapping[str, Any]], limit: int | None) -> list[lis
             raise ConfigError(
                 f"object {number + 1} of the data: 'completions' is a list, and so long are {', '.join(_OF_MEMBERS)}"
             )
-        own = [{name: values[i] for name, values in lists.items()} for i in range(len(several))]
-        groups.append([{**shared, **own[i], "completion": completion} for i, completion in enumerate(several)])
+        fields = [{name: values[i] for name, values in lists.items()} for i in range(len(several))]
+        groups.append([{**shared, **fields[i], "completion": completion} for i, completion in enumerate(several)])
     if not any(groups):
         raise ConfigError("the data holds no completion: nothing to score")
     return [group for group in groups if group]
@@ -271,7 +271,7 @@ def _groups(objects: Sequence[Mapping[str, Any]], limit: int | None) -> list[lis
 def _score(
     pool: ScoringPool[int], groups: Sequence[Sequence[Mapping[str, Any]]], bell: threading.Event, patience_s: float
 ) -> list[Scored[int]]:
-    found: dict[int, Scored[int]] = {}
+    scores: dict[int, Scored[int]] = {}
     try:
         key = 0
         for number, group in enumerate(groups):
@@ -283,13 +283,13 @@ def _score(
             bell.wait(0.1)
             bell.clear()
             scored = {done.key: done for done in pool.poll()}
-            found |= scored
+            scores |= scored
             last_answer = time.monotonic() if scored else last_answer
             if time.monotonic() - last_answer > patience_s:
                 raise DeadlineError(f"waited {patience_s:.0f} s for the scores of {pool.num_pending} completions")
     finally:
         pool.close()
-    return [found[each] for each in range(key)]
+    return [scores[each] for each in range(key)]
 
 
 def _trial(name: str, scores: Sequence[Score], calls: Sequence[ScoringInterval]) -> RewardTrial:
@@ -333,8 +333,8 @@ def quantiles(took: Sequence[float]) -> dict[str, float]:
     if not (ordered := sorted(took)):
         return {}
     at = {"p50": 0.5, "p95": 0.95, "max": 1.0}
-    found = {name: ordered[min(len(ordered) - 1, int(share * len(ordered)))] for name, share in at.items()}
-    return {"mean": statistics.fmean(ordered), **found}
+    values = {name: ordered[min(len(ordered) - 1, int(share * len(ordered)))] for name, share in at.items()}
+    return {"mean": statistics.fmean(ordered), **values}
 
 
 def in_words(seconds: Mapping[str, float]) -> str:

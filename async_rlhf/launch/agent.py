@@ -136,14 +136,14 @@ class Agent:
         host = host if self._devices is None else host.model_copy(update={"devices": self._devices})
         return orders.Opened(version=installed(), name=self._name, directory=directory, has=dict(host))
 
-    def _started(self, number: int, found: _Life | orders.Event) -> orders.Event:
-        if not isinstance(found, _Life):
-            return found
-        self._lives[number] = found
+    def _started(self, number: int, started: _Life | orders.Event) -> orders.Event:
+        if not isinstance(started, _Life):
+            return started
+        self._lives[number] = started
         if number in self._unwanted:
             self._unwanted.remove(number)
-            found.process.kill()
-        return orders.Started(life=number, pid=found.process.pid)
+            started.process.kill()
+        return orders.Started(life=number, pid=started.process.pid)
 
     def _start(self, depot: Depot, message: orders.Start) -> _Life | orders.Event:
         try:

@@ -205,8 +205,8 @@ class HostConnection:
         if (ours := installed()) != opened.version:
             raise ConnectionRefusedError(f"async-rlhf {opened.version} is installed there, and {ours} here; install the same")
         self._directory = opened.directory
-        own = {"name": self._name, "own": opened.name == self._hosts.here}
-        self.host = Host.model_validate(opened.has).model_copy(update=own)
+        facts = {"name": self._name, "own": opened.name == self._hosts.here}
+        self.host = Host.model_validate(opened.has).model_copy(update=facts)
 
     def _start(self, process: RemoteProcess) -> None:
         node = process.node
@@ -257,17 +257,17 @@ class HostConnection:
         """
         while True:
             try:
-                found = self._answers.get(timeout=timeout_s or _ALIVE_S)
+                answer = self._answers.get(timeout=timeout_s or _ALIVE_S)
                 break
             except Empty:
                 if timeout_s is not None:
                     raise TimeoutError(f"no answer within {timeout_s:g} s") from None
                 self._send(orders.Alive())
-        if found is None:
+        if answer is None:
             raise ConnectionAbortedError(self.lost)
-        if not isinstance(found, kind):
-            raise WireError(f"the agent answers {found.type!r}, and {kind.__name__} is due")
-        return found
+        if not isinstance(answer, kind):
+            raise WireError(f"the agent answers {answer.type!r}, and {kind.__name__} is due")
+        return answer
 
     # -- the thread that receives ------------------------------------------------------------------------------------
 
@@ -286,22 +286,22 @@ class HostConnection:
         finally:
             self._lose("internal error: see the error of its thread")
 
-    def _handle(self, found: orders.Event) -> None:
+    def _handle(self, event: orders.Event) -> None:
         for waiting in list(self._processes.values()):
             if not waiting.pid:
                 waiting.beaten(BEAT)
-        if isinstance(found, orders.Opened | orders.MissingContents):
-            self._answers.put(found)
-        elif not isinstance(found, orders.Alive) and (process := self._processes.get(found.life)) is not None:
-            if isinstance(found, orders.Started):
-                process.pid = found.pid
-            elif isinstance(found, orders.Beats):
-                process.beaten(found.words)
-            elif isinstance(found, orders.Wrote):
-                process.wrote(found.number, found.data)
+        if isinstance(event, orders.Opened | orders.MissingContents):
+            self._answers.put(event)
+        elif not isinstance(event, orders.Alive) and (process := self._processes.get(event.life)) is not None:
+            if isinstance(event, orders.Started):
+                process.pid = event.pid
+            elif isinstance(event, orders.Beats):
+                process.beaten(event.words)
+            elif isinstance(event, orders.Wrote):
+                process.wrote(event.number, event.data)
             else:
-                del self._processes[found.life]
-                process.ends(found.code, found.words and f"host {self._name!r}: {found.words}")
+                del self._processes[event.life]
+                process.ends(event.code, event.words and f"host {self._name!r}: {event.words}")
 
     def _lose(self, reason: str) -> None:
         with self._guard:

@@ -89,9 +89,9 @@ class Depot:
         if not last:
             return
         del self._arriving[name]
-        if (found := so_far.hexdigest()) != name:
+        if (digest := so_far.hexdigest()) != name:
             temporary.unlink()
-            raise WireError(f"a content came with digest {found} instead of {name}", "digest")
+            raise WireError(f"a content came with digest {digest} instead of {name}", "digest")
         with suppress(PermissionError):  # a disk without modes
             temporary.chmod(0o444)
         temporary.replace(self._contents / name)

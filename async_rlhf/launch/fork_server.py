@@ -145,8 +145,8 @@ def _inherit(request: dict[str, Any], descriptors: list[int]) -> None:
     folder, *streams = descriptors
     os.fchdir(folder)
     above = [fcntl.fcntl(each, fcntl.F_DUPFD, len(streams)) for each in streams]  # so that none is overwritten
-    for target, each in enumerate(above):
-        os.dup2(each, target, inheritable=True)
+    for target, descriptor in enumerate(above):
+        os.dup2(descriptor, target, inheritable=True)
     os.closerange(len(streams), max(above) + 1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

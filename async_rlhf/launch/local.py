@@ -138,8 +138,8 @@ def last_error(log: Path, words: Sequence[str], begin: int = 0) -> str:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(begin if begin <= size else 0, size - _LAST_BYTES))
         lines = [line for line in file.read(_LAST_BYTES).decode(errors="replace").splitlines() if line.strip()]
-    found = (line.removeprefix(word) for word in words for line in reversed(lines) if line.startswith(word))
-    return next(found, lines[-1] if lines else "")
+    reasons = (line.removeprefix(word) for word in words for line in reversed(lines) if line.startswith(word))
+    return next(reasons, lines[-1] if lines else "")
 
 
 def warm() -> None:

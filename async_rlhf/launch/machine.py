@@ -60,10 +60,10 @@ def shown_devices(environment: Mapping[str, str] = os.environ) -> list[tuple[str
     """`parse` of the driver's list; empty where there is no driver, or it does not answer in time."""
     listed = ""
     with suppress(OSError, subprocess.SubprocessError):
-        found = subprocess.run(
+        answer = subprocess.run(
             _QUERY, capture_output=True, text=True, check=False, timeout=_DEADLINE_S, stdin=subprocess.DEVNULL
         )
-        listed = found.stdout if found.returncode == 0 else ""
+        listed = answer.stdout if answer.returncode == 0 else ""
     return parse(listed, environment.get(_CUDA))
 
 
@@ -77,18 +77,18 @@ def parse(listed: str, shown: str | None) -> list[tuple[str, int | None]]:
     if shown is None:
         return list(known.values())
     by_uuid = {uuid: known[index] for index, uuid, _, _ in rows}
-    found: list[tuple[str, int | None]] = []
+    devices: list[tuple[str, int | None]] = []
     for word in _words(shown):
         if re.fullmatch(r"\d+", word):
             if word not in known:
                 break
-            found.append(known[word])
+            devices.append(known[word])
         elif rows and word.startswith(("GPU-", "MIG-")):
             # a UUID may be cut short where it stays the only one
-            found.append(next((device for uuid, device in by_uuid.items() if uuid.startswith(word)), ("", None)))
+            devices.append(next((device for uuid, device in by_uuid.items() if uuid.startswith(word)), ("", None)))
         else:
             break
-    return found
+    return devices
 
 
 def visible(devices: tuple[int, ...] | None, environment: Mapping[str, str]) -> dict[str, str]:

@@ -227,19 +227,19 @@ def _evaluation(wanted: WantedNodes, rooms: _FreeDevices, *, waits: bool) -> Slo
 def _actors(wanted: WantedNodes, rooms: _FreeDevices) -> dict[str, Slot]:
     """Place the actors, and the scorer of each host that gets one."""
     hosts = range(len(rooms.hosts))[int(wanted.away) :]
-    count, found, there = wanted.actor_devices, dict[str, Slot](), rooms.there("actor", hosts)
+    count, slots, there = wanted.actor_devices, dict[str, Slot](), rooms.there("actor", hosts)
     most = None if wanted.actors == "fill" else wanted.actors
     num_actors = 0
 
     def needs_scorer(host: int) -> bool:
-        return wanted.scorer and scorer_name(host) not in found
+        return wanted.scorer and scorer_name(host) not in slots
 
     def add(host: int) -> None:
         nonlocal num_actors
         if needs_scorer(host):
-            found[scorer_name(host)] = rooms.give(host, "scorer", scorer_name(host), wanted.scorer_devices)
+            slots[scorer_name(host)] = rooms.give(host, "scorer", scorer_name(host), wanted.scorer_devices)
         name = f"actor-{num_actors}"
-        found[name] = rooms.give(host, "actor", name, count)
+        slots[name] = rooms.give(host, "actor", name, count)
         num_actors += 1
 
     cpus = Counter() if count else Counter({host: _cpu_room(wanted, rooms, host) for host in hosts})
@@ -258,7 +258,7 @@ def _actors(wanted: WantedNodes, rooms: _FreeDevices) -> dict[str, Slot]:
             add(host)
     if num_actors < (most or 1):
         raise _no_room(wanted, there, num_actors)
-    return found
+    return slots
 
 
 def _relays(slots: Mapping[str, Slot], hosts: Sequence[str]) -> dict[str, Slot]:
@@ -284,9 +284,9 @@ def _cpu_room(wanted: WantedNodes, rooms: _FreeDevices, host: int) -> int:
 
 
 def _no_room(wanted: WantedNodes, there: str, num_actors: int) -> ConfigError:
-    each = f"{wanted.actor_devices} devices of one host each" if wanted.actor_devices != 1 else "a device each"
+    need = f"{wanted.actor_devices} devices of one host each" if wanted.actor_devices != 1 else "a device each"
     if not wanted.actor_devices:
-        each = "no device"
+        need = "no device"
     beside = f", and a host's scorer {wanted.scorer_devices}" if wanted.scorer and wanted.scorer_devices else ""
     if num_actors:
         way = f"highest: actors.count = {num_actors}"
@@ -295,7 +295,7 @@ def _no_room(wanted: WantedNodes, there: str, num_actors: int) -> ConfigError:
             "not one fits: take fewer for the learner (learner.ranks), or let it share its devices (placement.colocate = true)"
         )
     return ConfigError(
-        f"actors.count = {wanted.actors!r}: actors need {each}{beside}; beside the other processes there are {there}; {way}"
+        f"actors.count = {wanted.actors!r}: actors need {need}{beside}; beside the other processes there are {there}; {way}"
     )
 
 
@@ -341,8 +341,8 @@ def _with_cpus(slots: Mapping[str, Slot], wanted: WantedNodes, strategy: Strateg
     for machine in {machine for machine, kind in of_kind if kind in _PARTS}:
         kinds = [kind for kind in _PARTS if of_kind[machine, kind]]
         parts = {_PARTS[kind] for kind in kinds if kind != "evaluation"} or {"generation"}
-        found = cpu_sets(strategy, parts, rooms.hosts[machine])
-        sets |= {(machine, kind): found[_PARTS[kind]] for kind in kinds if _PARTS[kind] in found}
+        by_part = cpu_sets(strategy, parts, rooms.hosts[machine])
+        sets |= {(machine, kind): by_part[_PARTS[kind]] for kind in kinds if _PARTS[kind] in by_part}
     held = dict(slots)
     for name, slot in slots.items():
         of = machines[slot.host], name.partition("-")[0]
@@ -370,11 +370,11 @@ def cpu_sets(strategy: Strategy, parts: Collection[Part], host: Host) -> dict[Pa
 def shares(weights: Sequence[int], num_cpus: int) -> list[int]:
     """Whole shares of `num_cpus`, at least one each, of the others by largest remainders (Hamilton's method); equal ones go to
     the first."""
-    found, total = [1] * len(weights), sum(weights)
-    while sum(found) < num_cpus:
-        owed = [weight * num_cpus - has * total for weight, has in zip(weights, found, strict=True)]
-        found[owed.index(max(owed))] += 1
-    return found
+    sizes, total = [1] * len(weights), sum(weights)
+    while sum(sizes) < num_cpus:
+        owed = [weight * num_cpus - has * total for weight, has in zip(weights, sizes, strict=True)]
+        sizes[owed.index(max(owed))] += 1
+    return sizes
 
 
 def as_ranges(cpus: tuple[int, ...] | None) -> str:

@@ -56,11 +56,11 @@ class RayAgent:
 
     def receive(self) -> list[bytes]:
         """The next frames; waits a second for one."""
-        found, wait_s = list[bytes](), _EVENTS_S
+        frames, wait_s = list[bytes](), _EVENTS_S
         while (frame := self._channel.receive(wait_s)) is not None:
-            found.append(frame)
+            frames.append(frame)
             wait_s = 0.0
-        return found
+        return frames
 
     def close(self) -> None:
         self._channel.close()
@@ -169,8 +169,8 @@ class RayChannel:
 def join(address: str, setting: str, *, or_local: bool = False) -> None:
     """Connect this process to the cluster, until `ray.shutdown`. setting: what the address was given as. or_local: where `auto`
     finds none, and RAY_ADDRESS names none, one of this machine alone is started, as by `ray.init()`. Raises ConfigError."""
-    found = tuple(int(part) for part in version("ray").split(".")[:2])
-    if found < _OLDEST:
+    installed = tuple(int(part) for part in version("ray").split(".")[:2])
+    if installed < _OLDEST:
         raise ConfigError(
             f"{setting} = {address!r}: ray {version('ray')} is installed, the oldest is {'.'.join(map(str, _OLDEST))}"
         )

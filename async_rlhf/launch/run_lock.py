@@ -58,16 +58,16 @@ class RunLock:
             descriptor = _open(path, os.O_RDWR | os.O_CREAT)
             lock = cls(descriptor)
             if _try(descriptor, fcntl.LOCK_EX) and _is(path, descriptor):
-                own = {"host": socket.gethostname(), "pid": os.getpid(), "life": secrets.token_hex(8)}
-                lock._content = json.dumps(own).encode().ljust(_MIN_BYTES)
+                this = {"host": socket.gethostname(), "pid": os.getpid(), "life": secrets.token_hex(8)}
+                lock._content = json.dumps(this).encode().ljust(_MIN_BYTES)
                 os.pwrite(descriptor, lock._content, 0)
                 return lock
             lock.release()
-            found, waited_s = holder(path), time.monotonic() - began
-            lives = found is not None and (found.host != socket.gethostname() or _took(found.pid, path))
+            held_by, waited_s = holder(path), time.monotonic() - began
+            lives = held_by is not None and (held_by.host != socket.gethostname() or _took(held_by.pid, path))
             if lives and waited_s >= _GRACE_S:
                 raise ConfigError(
-                    f"run {str(path.parent)!r} is running ({found}); stop it first: async-rlhf stop {path.parent}"
+                    f"run {str(path.parent)!r} is running ({held_by}); stop it first: async-rlhf stop {path.parent}"
                 )
             if waited_s >= wait_s:
                 raise ConfigError(
@@ -102,8 +102,8 @@ def is_held(path: Path) -> bool:
 def holder(path: Path) -> LockHolder | None:
     """The last holder, from the file; None when it cannot be read."""
     try:
-        found = json.loads(_content(path))
-        host, pid = found["host"], found["pid"]
+        fields = json.loads(_content(path))
+        host, pid = fields["host"], fields["pid"]
     except (OSError, DamagedError, ValueError, RecursionError, KeyError, TypeError):
         return None
     return LockHolder(host[:255], pid) if isinstance(host, str) and type(pid) is int and 0 < pid < 1 << 31 else None
@@ -111,19 +111,19 @@ def holder(path: Path) -> LockHolder | None:
 
 def signal_holder(path: Path, number: signal.Signals) -> LockHolder:
     """Signal the process that took the lock and still holds it. Raises ConfigError when none is certain."""
-    run, found = str(path.parent), holder(path)
+    run, held_by = str(path.parent), holder(path)
     if not is_held(path):
         raise ConfigError(f"run {run!r} is not running")
-    if found is None:
+    if held_by is None:
         raise ConfigError(f"run {run!r} is running, and its lock does not say where: end its supervisor by hand (SIGTERM)")
-    if found.host != socket.gethostname():
-        raise ConfigError(f"run {run!r} is running on another host ({found}); stop it there")
+    if held_by.host != socket.gethostname():
+        raise ConfigError(f"run {run!r} is running on another host ({held_by}); stop it there")
     with suppress(ProcessLookupError):
-        process = os.pidfd_open(found.pid)  # stays this process, though its number may be given to another later
+        process = os.pidfd_open(held_by.pid)  # stays this process, though its number may be given to another later
         try:
-            if _took(found.pid, path):
+            if _took(held_by.pid, path):
                 signal.pidfd_send_signal(process, number)
-                return found
+                return held_by
         finally:
             os.close(process)
     raise ConfigError(f"run {run!r} has no supervisor that can be seen from here; processes that hold its lock: {_left(path)}")
@@ -176,10 +176,10 @@ def _took(pid: int, path: Path) -> bool:
 
 def _left(path: Path) -> str:
     """The processes of this host that have the file open, with their commands."""
-    found = []
+    processes = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if int(entry.name) != os.getpid() and any(os.path.samefile(each, path) for each in (entry / "fd").iterdir()):
                 role = role_of((entry / "cmdline").read_text(errors="replace").split("\0"))
-                found.append(f"{entry.name} ({role or 'another program'})")
-    return ", ".join(found) or "none that can be seen from here"
+                processes.append(f"{entry.name} ({role or 'another program'})")
+    return ", ".join(processes) or "none that can be seen from here"

@@ -43,15 +43,15 @@ def socket_root(room: int = _ROOM) -> Path:
     """The temporary directory, or `/tmp` where that leaves no `room` (bytes) for a socket's path below it. Raises ConfigError
     when neither will do."""
     try:
-        own = tempfile.gettempdir()
+        folder = tempfile.gettempdir()
     except OSError as error:
         raise ConfigError(f"no temporary directory can be written: {error}; set TMPDIR to one") from error
-    for root in (own, "/tmp"):
+    for root in (folder, "/tmp"):
         if root.isprintable() and len(os.fsencode(root)) <= LONGEST - room and os.access(root, os.W_OK | os.X_OK):
             return Path(root)
     raise ConfigError(
-        f"TMPDIR = {own!r} has {len(os.fsencode(own))} bytes, and sockets need one of at most {LONGEST - room} that can be "
-        "printed; /tmp cannot be written. Set TMPDIR to a shorter directory"
+        f"TMPDIR = {folder!r} has {len(os.fsencode(folder))} bytes, and sockets need one of at most {LONGEST - room} that can "
+        "be printed; /tmp cannot be written. Set TMPDIR to a shorter directory"
     )
 
 
@@ -69,8 +69,8 @@ def socket_directory() -> Iterator[Path]:
 def is_private(directory: Path) -> bool:
     """Whether this is a directory of sockets that this user made and no other can enter."""
     with suppress(OSError, ValueError):
-        found = directory.lstat()
-        ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+        status = directory.lstat()
+        ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
         return ours and directory.is_absolute() and directory.name.startswith(_PREFIX)
     return False
 
@@ -105,16 +105,16 @@ def own_address(hosts: Iterable[str], interface: str | None) -> str:
     """The IPv4 address by which these hosts, names or addresses, reach this machine. Raises ConfigError."""
     if interface is not None:
         return _of_interface(interface)
-    found = {}
+    reached = {}
     for host in hosts:
         try:
-            found[host] = _towards(host)
+            reached[host] = _towards(host)
         except OSError as error:
             raise ConfigError(
                 f"host {host!r} cannot be reached from here ({error}): give the hub's address, or choose launch.interface"
             ) from error
-    if len(addresses := sorted(set(found.values()))) != 1:
-        shown = ", ".join(f"{host} from {address}" for host, address in found.items())
+    if len(addresses := sorted(set(reached.values()))) != 1:
+        shown = ", ".join(f"{host} from {address}" for host, address in reached.items())
         raise ConfigError(f"the hosts are reached from several addresses of this machine ({shown}); choose launch.interface")
     return addresses[0]
 
@@ -136,9 +136,9 @@ def _of_interface(name: str) -> str:
     interfaces = psutil.net_if_addrs()
     if name not in interfaces:
         raise ConfigError(f"launch.interface = {name!r}: there is none; {did_you_mean(name, interfaces)}")
-    for each in interfaces[name]:
-        if each.family == socket.AF_INET:
-            return str(each.address)
+    for address in interfaces[name]:
+        if address.family == socket.AF_INET:
+            return str(address.address)
     raise ConfigError(f"launch.interface = {name!r} has no IPv4 address; choose another, or give the hub's address")
 
 

@@ -38,6 +38,6 @@ def _in_text(text: str) -> str:
         if rest.count("/", 0, there) > 1:
             cut = PurePath(rest[:there]).name + rest[there:]
         else:
-            cut = rest[found.end() :] if (found := _PLAIN.match(rest)) else rest
+            cut = rest[value.end() :] if (value := _PLAIN.match(rest)) else rest
         text = text[:start] + cut + text[start + _LONGEST :]
     return text

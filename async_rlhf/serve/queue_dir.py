@@ -56,13 +56,13 @@ class QueueDir:
     @classmethod
     def made(cls, path: Path) -> QueueDir:
         """The queue in this directory, which is made if it does not exist."""
-        found = cls(path)
+        queue = cls(path)
         try:
-            for directory in (found._queue, found.runs):
+            for directory in (queue._queue, queue.runs):
                 directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{str(path)!r} cannot be made a queue of runs: {error}") from error
-        return found
+        return queue
 
     @classmethod
     def existing(cls, path: Path) -> QueueDir:
@@ -116,23 +116,23 @@ class QueueDir:
     def find(self, name: str) -> QueueEntry:
         """The newest entry of this name."""
         entries = self.entries()
-        found = [entry for entry in entries if entry.name == name]
-        if not found:
+        named = [entry for entry in entries if entry.name == name]
+        if not named:
             known = {entry.name for entry in entries}
             hint = did_you_mean(name, known) if known else "it is empty"
             raise ConfigError(f"{str(self.path)!r} has no run {name!r}; {hint}")
-        return found[-1]
+        return named[-1]
 
     # -- what the daemon and readers see -------------------------------------------------------------------------------
 
     def entries(self) -> list[QueueEntry]:
         """Entries in the order of submission. One whose state cannot be read, or is of another version, is shown as
         failed, with the reason."""
-        found = []
+        entries = []
         for folder in self._queue.iterdir():
             if match := _NAME.fullmatch(folder.name):
-                found.append(self._read(folder, int(match[1]), match[2]))
-        return sorted(found, key=lambda entry: entry.number)
+                entries.append(self._read(folder, int(match[1]), match[2]))
+        return sorted(entries, key=lambda entry: entry.number)
 
     def keep(self, entry: QueueEntry) -> None:
         """Replace the state of an entry. Raises OSError, and FormatError for one of another version; it is then unchanged."""

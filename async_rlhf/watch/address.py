@@ -77,9 +77,9 @@ def listen(address: str, token: str | None, *, takes: bool = False) -> socket.so
             f"or choose {DEFAULT} and forward it: ssh -L {port}:127.0.0.1:{port} THIS_MACHINE"
         )
     try:
-        found = _bound(host, port)
-        found.listen(_BACKLOG)
-        return found
+        listener = _bound(host, port)
+        listener.listen(_BACKLOG)
+        return listener
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise ConfigError(f"--address {address!r} cannot be used: {error.strerror}. For example {DEFAULT}") from error
@@ -103,29 +103,29 @@ def url(host: str, port: int) -> str:
 
 def _private(address: str, path: Path) -> socket.socket:
     """A socket at a path that only this user can open; a socket of an ended process is replaced."""
-    found, mask = socket.socket(socket.AF_UNIX), os.umask(0o177)
+    listener, mask = socket.socket(socket.AF_UNIX), os.umask(0o177)
     try:
-        if path.is_socket() and found.connect_ex(str(path)) == errno.ECONNREFUSED:
+        if path.is_socket() and listener.connect_ex(str(path)) == errno.ECONNREFUSED:
             path.unlink()
-        found.bind(str(path))
-        found.listen(_BACKLOG)
-        return found
+        listener.bind(str(path))
+        listener.listen(_BACKLOG)
+        return listener
     except OSError as error:
-        found.close()
+        listener.close()
         raise ConfigError(f"--address {address!r} cannot be used: {error}; choose another path") from error
     finally:
         os.umask(mask)
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((host, port))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
     except (OSError, OverflowError):
-        found.close()
+        listener.close()
         raise
-    return found
+    return listener
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -51,13 +51,13 @@ def pieces(
     The whole text is given to the last version where the parts cannot be distinguished.
     """
     if len(spans) > 1 and decode is not None:
-        parts, at, found = decode(tokens), 0, list[tuple[int | None, str]]()
+        parts, at, texts = decode(tokens), 0, list[tuple[int | None, str]]()
         for version, count, *_ in spans:
-            found.append((version, "".join(parts[at : at + count])))
+            texts.append((version, "".join(parts[at : at + count])))
             at += count
-        own = "".join(part for _, part in found[: min(anew, default=len(found))])
-        if own == text or (anew and text.startswith(own)):
-            return found
+        prompt = "".join(part for _, part in texts[: min(anew, default=len(texts))])
+        if prompt == text or (anew and text.startswith(prompt)):
+            return texts
     return [(spans[-1][0] if spans else 0, text)]
 
 
@@ -126,11 +126,11 @@ def _turn_lines(rollout: Mapping[str, Any], decode: Decode | None) -> list[str]:
         return []
     lines, number = list[str](), 0
     for is_read, group in groupby(range(len(parts)), key=lambda at: parts[at][0] is None):
-        own = list(group)
-        if anew and (own[0] == 0 or own[0] in anew):
+        places = list(group)
+        if anew and (places[0] == 0 or places[0] in anew):
             number += 1
             lines.append(f"    row {number}")
-        lines.append(f"      {'reads ' if is_read else 'writes'}  {''.join(parts[at][1] for at in own)!r}")
+        lines.append(f"      {'reads ' if is_read else 'writes'}  {''.join(parts[at][1] for at in places)!r}")
     return lines
 
 
@@ -144,10 +144,10 @@ def _cut(found: Iterable[tuple[int | None, str]], left: int) -> Iterator[tuple[i
 def _rollout(rollout: Mapping[str, Any], decode: Decode | None) -> dict[str, Any]:
     text, spans = str(rollout["text"])[:MAX_CHARACTERS], rollout["spans"]
     anew = [int(at) for at in rollout.get("restarts", ())]
-    found = pieces(text, rollout["tokens"], spans, decode, anew)
+    texts = pieces(text, rollout["tokens"], spans, decode, anew)
     return {
-        "pieces": [*_cut(found, MAX_CHARACTERS)],
-        "anew": anew if len(found) == len(spans) else [],
+        "pieces": [*_cut(texts, MAX_CHARACTERS)],
+        "anew": anew if len(texts) == len(spans) else [],
         "spans": [[None if version is None else int(version), int(count)] for version, count, *_ in spans],
         "tokens": len(rollout["tokens"]),
         "scores": {str(name): score if is_number(score) else None for name, score in rollout["scores"].items()},

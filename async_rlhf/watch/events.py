@@ -48,12 +48,12 @@ def events(
 
     Each argument: lines of one file, oldest first; without_update: the steps of metrics.jsonl that were not applied.
     """
-    found = [*_changes(changes)]
-    found += [_event(line.get("event", ""), line, str(line.get("text", ""))) for line in raised]
-    found += [_evaluated(line) for line in evaluations]
-    found += [_event("quarantined", line, f"group {line.get('group')}: {line.get('reasons')}") for line in quarantined]
-    found += [_event("no update", line, "loss or gradient not finite, or nothing to learn from") for line in without_update]
-    return sorted(found, key=lambda event: (event["time"] or 0, event["step"] or 0), reverse=True)[:MOST_EVENTS]
+    shown = [*_changes(changes)]
+    shown += [_event(line.get("event", ""), line, str(line.get("text", ""))) for line in raised]
+    shown += [_evaluated(line) for line in evaluations]
+    shown += [_event("quarantined", line, f"group {line.get('group')}: {line.get('reasons')}") for line in quarantined]
+    shown += [_event("no update", line, "loss or gradient not finite, or nothing to learn from") for line in without_update]
+    return sorted(shown, key=lambda event: (event["time"] or 0, event["step"] or 0), reverse=True)[:MOST_EVENTS]
 
 
 def _changes(lines: Iterable[Line]) -> Iterator[dict[str, Any]]:
@@ -131,7 +131,7 @@ def _whole(spans: Iterator[TracedSpan]) -> list[TracedSpan]:
 
 def _groups(samples: Iterable[Mapping[str, Any]]) -> dict[str, list[list[TracedSpan]]]:
     """By actor: each group's generation, and its scoring after that."""
-    found: dict[str, list[list[TracedSpan]]] = {}
+    by_actor: dict[str, list[list[TracedSpan]]] = {}
     for sample in samples:
         with suppress(KeyError, TypeError, ValueError, AttributeError):
             timings = [unpack(rollout["timings"]) for rollout in sample["rollouts"]]
@@ -142,5 +142,5 @@ def _groups(samples: Iterable[Mapping[str, Any]]) -> dict[str, list[list[TracedS
             spans = [TracedSpan("generate", f"{label}: generation", began, ended)]
             if scored and (last := max(time.ended for time in scored)) > ended:
                 spans.append(TracedSpan("score", f"{label}: scoring", ended, last))
-            found.setdefault(str(sample["actor"]), []).append(spans)
-    return found
+            by_actor.setdefault(str(sample["actor"]), []).append(spans)
+    return by_actor

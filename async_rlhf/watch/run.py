@@ -124,8 +124,8 @@ def plain(value: Any, depth: int = 12) -> Any:
 
 def _without_paths(files: Reading) -> dict[str, Any]:
     """The state without paths, without changes, which are events, and with only the numbers of evaluations."""
-    found = {key: value for key, value in read(files).items() if key not in ("run_dir", "changes")}
-    evaluations = found["evaluations"]
+    state = {key: value for key, value in read(files).items() if key not in ("run_dir", "changes")}
+    evaluations = state["evaluations"]
     numbers = [{k: e[k] for k in _OF_EVALUATION if k in e} | {"accuracy": figures(e).get("accuracy")} for e in evaluations]
-    problems = [problem.replace(f"{files.run.path}/", "") for problem in found["problems"]]
-    return {**found, "evaluations": numbers, "problems": problems}
+    problems = [problem.replace(f"{files.run.path}/", "") for problem in state["problems"]]
+    return {**state, "evaluations": numbers, "problems": problems}

@@ -87,12 +87,12 @@ class Runs:
         """Look again at every run, and read on those whose page was opened last."""
         with self._looking:
             known = {run.run.path: run for run in self._runs.values()}
-            found = {name: known.get(run.path) or WatchedRun(run) for name, run in self._found().items()}
-            for run in found.values():
+            watched = {name: known.get(run.path) or WatchedRun(run) for name, run in self._found().items()}
+            for run in watched.values():
                 run.look()
-            self._runs, self._read_at = found, self._clock()
+            self._runs, self._read_at = watched, self._clock()
         with self._lock:
-            self._open = [run for run in self._open if run in found.values()]
+            self._open = [run for run in self._open if run in watched.values()]
             for run in self._open:
                 run.refresh()
             self.revision += 1

@@ -152,8 +152,8 @@ class GroupSchema:
             raise _not_of_run(header.number, "a row that begins anew; this run has environment.render other than 'split'")
         if not self.calls and any(begins_read):
             raise _not_of_run(header.number, "a completion that begins with what was read; this run has no agent")
-        if routing is not None and (found := misfit(self.routing, routing)):
-            raise _not_of_run(header.number, found)
+        if routing is not None and (problem := misfit(self.routing, routing)):
+            raise _not_of_run(header.number, problem)
 
     def check_supports(self, group: Group) -> None:
         """The tokens that others were chosen among exist. Raises WireError (`schema`)."""

@@ -119,8 +119,8 @@ class Rooms:
         for name, actor in actors.items():
             if actor.fence == fence > 0 and actor.version <= newest:
                 self._by_version.setdefault(actor.version, []).append((len(actor.leases) - actor.capacity, name))
-        for each in self._by_version.values():
-            heapify(each)
+        for rooms in self._by_version.values():
+            heapify(rooms)
 
     def __bool__(self) -> bool:
         return any(self._by_version.values())

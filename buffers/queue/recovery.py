@@ -75,12 +75,12 @@ class QuarantineFile:
         self, path: Path, prompt_of: Callable[[int], int] | None, quarantined: Iterable[int], files: Disk = DISK
     ) -> None:
         self._path, self._prompt_of, self._files = path, prompt_of, files
-        found = self._read()
+        kept = self._read()
         self._records = {
-            number: found.get(number) or self._record(number, None, ["the file with the reason was lost"])
+            number: kept.get(number) or self._record(number, None, ["the file with the reason was lost"])
             for number in sorted(quarantined)
         }
-        if found.keys() != self._records.keys():
+        if kept.keys() != self._records.keys():
             self._write()
 
     def write(self, quarantined: Mapping[int, tuple[int, tuple[str, ...]]]) -> None:

@@ -127,11 +127,11 @@ def whole_records(data: bytes, start: int) -> Iterator[tuple[int, Record]]:
     at = start
     while (match := _KINDS.search(data, at)) is not None:
         at = match.start()
-        if (found := parse(data, at)) is None:
+        if (record := parse(data, at)) is None:
             at += 1
         else:
-            yield at, found[0]
-            at = found[1]
+            yield at, record[0]
+            at = record[1]
 
 
 def records(directory: Path) -> Iterator[PutRecord | TakeRecord]:

@@ -212,10 +212,10 @@ class Spool:
 
     def _good(self, lines: Sequence[tuple[_Claim, int, bytes]]) -> list[tuple[Place, str]]:
         """Rows with their places; the other lines are set aside."""
-        found = iter(self._check([line for *_, line in lines if len(line) <= MAX_ROW_BYTES]))
+        checked = iter(self._check([line for *_, line in lines if len(line) <= MAX_ROW_BYTES]))
         rows: list[tuple[Place, str]] = []
         for claim, number, line in lines:
-            row = next(found) if len(line) <= MAX_ROW_BYTES else RejectedLine(f"it is longer than {MAX_ROW_BYTES} bytes")
+            row = next(checked) if len(line) <= MAX_ROW_BYTES else RejectedLine(f"it is longer than {MAX_ROW_BYTES} bytes")
             if isinstance(row, str) and len(row.encode()) > MAX_ROW_BYTES:
                 row = RejectedLine(f"as JSON it is longer than {MAX_ROW_BYTES} bytes")
             if isinstance(row, RejectedLine):

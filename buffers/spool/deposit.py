@@ -119,8 +119,8 @@ def _check_row(number: int, row: bytes, max_row_bytes: int) -> None:
     if len(row) > max_row_bytes:
         raise ConfigError(f"line {number} has {len(row)} bytes, the limit of a row is {max_row_bytes}; shorten it")
     try:
-        found = json_value(row)
+        value = json_value(row)
     except ValueError as error:
         raise ConfigError(f"line {number} is not JSON: {error}; write one object a line. Nothing was put") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"line {number} is a {type(found).__name__}, not an object; write one object a line. Nothing was put")
+    if not isinstance(value, dict):
+        raise ConfigError(f"line {number} is a {type(value).__name__}, not an object; write one object a line. Nothing was put")

@@ -136,9 +136,9 @@ class PromptStream:
 def _place(line: bytes) -> Place | None:
     """The place that a line names; None for what is no line of a stream."""
     try:
-        found = json.loads(line)
-        place = found["claim"], found["line"]
+        fields = json.loads(line)
+        place = fields["claim"], fields["line"]
     except (ValueError, TypeError, KeyError):
         return None
-    whole = line.endswith(b"}\n") and isinstance(found.get("row"), dict) and all(type(each) is int for each in place)
+    whole = line.endswith(b"}\n") and isinstance(fields.get("row"), dict) and all(type(each) is int for each in place)
     return place if whole else None

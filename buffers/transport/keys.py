@@ -164,11 +164,11 @@ def revoke(directory: Path, names: Sequence[str]) -> None:
 
 
 def _add(directory: Path, holder: KeyHolder, hub_public: bytes, new_pair: Callable[[], tuple[bytes, bytes]]) -> None:
-    own = directory if holder.name == LOCAL else directory / f"for-{holder.name}"
-    own.mkdir(mode=0o700, exist_ok=True)
+    folder = directory if holder.name == LOCAL else directory / f"for-{holder.name}"
+    folder.mkdir(mode=0o700, exist_ok=True)
     public, secret = new_pair()
-    _write(own / "hub.public", hub_public)
-    _write(own / "peer.secret", secret)
+    _write(folder / "hub.public", hub_public)
+    _write(folder / "peer.secret", secret)
     roles = " ".join(sorted(holder.roles)).encode()
     _write(_entry(directory, holder.name), public + b"\n" + roles)
 
@@ -209,11 +209,11 @@ def admit(request: Sequence[bytes], allowed: Mapping[bytes, KeyHolder]) -> tuple
 def roles_of(words: Iterable[str], where: str) -> frozenset[Role]:
     """The roles of these words; raises ConfigError, beginning with `where`, for none or another."""
     wanted = set(words)
-    found = frozenset(role for role in ROLES if role in wanted)
-    if not found or len(found) != len(wanted):
+    roles = frozenset(role for role in ROLES if role in wanted)
+    if not roles or len(roles) != len(wanted):
         given = " ".join(sorted(wanted)) or "none"
         raise ConfigError(f"{where}: roles = {given}; give one or more of {', '.join(ROLES)}")
-    return found
+    return roles
 
 
 def check_sender(holder: KeyHolder | None, message: wire.Message) -> None:

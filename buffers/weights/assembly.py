@@ -124,9 +124,9 @@ class Assembly:
 
     def _patch(self, base: memoryview, deltas: Sequence[bytes | memoryview]) -> Iterator[int]:
         """Yields how much was done, in bytes that could have been verified instead."""
-        for number, each in enumerate(deltas):
+        for number, encoded in enumerate(deltas):
             old = self._memory.view if number else base
-            for start, end, width, block in delta.decode(memoryview(each), self.specs):
+            for start, end, width, block in delta.decode(memoryview(encoded), self.specs):
                 self._memory.write(start, delta.patch(old[start:end], block, width))
                 yield _PATCH_COST * (end - start)
 
@@ -163,8 +163,8 @@ class Verifier:
     def advance(self, front: int, max_bytes: int) -> None:
         """Verify up to `front` or `max_bytes` more. Raises WeightsError."""
         first, view = len(self._specs) - self._digests.num_open, self._memory.view
-        found = self._digests.advance(min(front, self._digests.done + max_bytes), lambda start, end: view[start:end])
-        for spec, digest in zip(self._specs[first:], found, strict=False):
+        digests = self._digests.advance(min(front, self._digests.done + max_bytes), lambda start, end: view[start:end])
+        for spec, digest in zip(self._specs[first:], digests, strict=False):
             if spec.digest != digest:
                 raise WeightsError(f"version {self._version}: tensor {spec.name!r} does not match its digest")
 

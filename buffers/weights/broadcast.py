@@ -96,12 +96,12 @@ class Broadcasts:
         states = {member: actor.device for member, actor in actors.items() if actor.device is not None}
         before, epoch = self.membership.epoch, self.membership.gather(message.fence, states)
         self.counters["epochs"] += epoch is not before
-        own, *others = (
+        learner, *others = (
             broadcasts.Receive(**dict(message), epoch=epoch.id[1], rank=rank, size=len(epoch.members) + 1)
             for rank in range(len(epoch.members) + 1)
         )
         self.messages += [(actors[member].identity, each) for member, each in zip(epoch.members, others, strict=True)]
-        return own
+        return learner
 
     def broadcast(self, message: broadcasts.Broadcast, admission: Admission) -> wire.Done:
         """A version has been broadcast, and may be served by the engines that received it; or the broadcast has failed."""

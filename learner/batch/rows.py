@@ -113,8 +113,8 @@ def check_row(row: BatchRow, vocabulary: int, routing: Routing | None, *, sampli
             f"group {number} carries no log-probabilities under the reference. Its actor had no such stage: set "
             'scoring.stages.reference.placement = "learner", which computes them here'
         )
-    if found := next(filter(None, (misfit(routing, each.routing) for each in rollouts if each.routing is not None)), None):
+    if problem := next(filter(None, (misfit(routing, each.routing) for each in rollouts if each.routing is not None)), None):
         raise RecordError(
-            f"group {number} was recorded with {found}, which this learner does not replay: use the model and the settings "
+            f"group {number} was recorded with {problem}, which this learner does not replay: use the model and the settings "
             "that it was made with (engine.replay_routing)"
         )

@@ -33,12 +33,12 @@ def num_since_best(records: Iterable[Line]) -> int:
 
 def _rewards(records: Iterable[Line]) -> dict[int, float]:
     """Mean reward of each step with a checkpoint, over the newest evaluations of one kind: greedy, or groups of one size."""
-    found = [
+    judged = [
         (record["step"], record.get("group_size"), reward)
         for record in records
         if isinstance(reward := record.get("mean_reward"), int | float) and is_evaluation(record) and record["step"] > 0
     ]
-    newest = [*takewhile(lambda each: each[1] == found[-1][1], reversed(found))]
+    newest = [*takewhile(lambda each: each[1] == judged[-1][1], reversed(judged))]
     return {step: reward for step, _, reward in reversed(newest)}
 
 

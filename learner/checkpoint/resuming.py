@@ -21,13 +21,13 @@ def newest(run: Path, *, contents: bool = True) -> tuple[Path, dict[str, Any]] |
 
     Raises DamagedError with the command that goes on from another, and CheckpointError.
     """
-    found = complete(run / "checkpoints")
-    if not found:
+    paths = complete(run / "checkpoints")
+    if not paths:
         return None
     try:
-        return found[-1], verified(found[-1], contents=contents)
+        return paths[-1], verified(paths[-1], contents=contents)
     except DamagedError as error:
-        raise DamagedError(f"{error}. {_way_out(run, step_of(found[-1]))}") from error
+        raise DamagedError(f"{error}. {_way_out(run, step_of(paths[-1]))}") from error
 
 
 def check_step(run: Path, step: int) -> None:

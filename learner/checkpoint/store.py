@@ -110,9 +110,9 @@ class Checkpoints:
 
     def _link(self) -> None:
         """Link `latest` to the newest checkpoint; without one remove the link."""
-        found = self.all()
+        paths = self.all()
         try:
-            lead(self._directory / "latest", found[-1].name if found else None)
+            lead(self._directory / "latest", paths[-1].name if paths else None)
         except OSError as error:
             if self._has_links:
                 _log.warning("checkpoints/latest is no link here (%s); async-rlhf finds what it names without", error.strerror)

@@ -150,10 +150,10 @@ class ChangeLedger:
     def stamp(self) -> Stamp:
         """(inode, size, time) of the file, which differs after every change; None without a file."""
         try:
-            found = self.path.stat()
+            status = self.path.stat()
         except FileNotFoundError:
             return None
-        return found.st_ino, found.st_size, found.st_mtime_ns
+        return status.st_ino, status.st_size, status.st_mtime_ns
 
     def read(self) -> ChangeHistory:
         """The history in the file, which is read again only when it has changed."""
@@ -190,8 +190,8 @@ class ChangeLedger:
     def _open(self, flags: int = os.O_RDONLY) -> IO[bytes]:
         """The file, unbuffered; never waits for the other end of a pipe."""
         descriptor = os.open(self.path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
             os.close(descriptor)
             raise DamagedError(f"{self.path} is no regular file of at most {_MAX_BYTES} bytes")
         return os.fdopen(descriptor, "rb", buffering=0)

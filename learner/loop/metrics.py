@@ -53,11 +53,11 @@ def data_metrics(
         **stage_metrics(rollout.timings for rollout in rollouts),
     }
     for name in rollouts[0].scores if rollouts else ():
-        own = [rollout.scores[name] for rollout in rollouts]
-        metrics[f"rewards/{name}/mean"] = _mean([score.value for score in own if score.value is not None])
-        metrics[f"rewards/{name}/failed_ratio"] = _mean([float(score.failure is not None) for score in own])
-        for metric in sorted({metric for score in own for metric in score.metrics}):
-            metrics[f"reported/{name}/{metric}"] = _mean([s.metrics[metric] for s in own if metric in s.metrics])
+        of_reward = [rollout.scores[name] for rollout in rollouts]
+        metrics[f"rewards/{name}/mean"] = _mean([score.value for score in of_reward if score.value is not None])
+        metrics[f"rewards/{name}/failed_ratio"] = _mean([float(score.failure is not None) for score in of_reward])
+        for metric in sorted({metric for score in of_reward for metric in score.metrics}):
+            metrics[f"reported/{name}/{metric}"] = _mean([s.metrics[metric] for s in of_reward if metric in s.metrics])
     return metrics
 
 
@@ -87,13 +87,13 @@ class SourceMetrics:
         """Means over the completions of each source in this batch; nothing of groups without one. per_group: as above."""
         rewards: dict[str, list[float]] = {}
         lengths: dict[str, list[int]] = {}
-        for group, own in zip(groups, per_group, strict=True):
+        for group, rewarded in zip(groups, per_group, strict=True):
             if (source := source_of(group.columns)) is not None:
                 name = self._name(source)
-                rewards.setdefault(name, []).extend(reward for reward in own if reward is not None)
+                rewards.setdefault(name, []).extend(reward for reward in rewarded if reward is not None)
                 lengths.setdefault(name, []).extend(rollout.num_tokens for rollout in group.rollouts)
-        found = {f"reward/{name}": _mean(values) for name, values in rewards.items()}
-        return found | {f"completions/{name}/mean_length": _mean(values) for name, values in lengths.items()}
+        metrics = {f"reward/{name}": _mean(values) for name, values in rewards.items()}
+        return metrics | {f"completions/{name}/mean_length": _mean(values) for name, values in lengths.items()}
 
     def _name(self, source: str) -> str:
         if len(self._known) < self.MOST and 0 < len(source) <= 64 and source.isprintable():
@@ -141,7 +141,7 @@ def sample_record(
     group: Group, step: int, advantages: Sequence[float | None], weights: Sequence[float | None]
 ) -> dict[str, Any]:
     """A group's record with the tokens, scores, advantages and importance weights used."""
-    own = [
+    fields = [
         {
             "tokens": rollout.completion_ids.tolist(),
             "scores": {n: s.failure if s.failure is not None else s.value for n, s in rollout.scores.items()},
@@ -150,7 +150,7 @@ def sample_record(
         }
         for rollout, advantage, weight in zip(group.rollouts, advantages, weights, strict=True)
     ]
-    return group_record(group, step, own)
+    return group_record(group, step, fields)
 
 
 def group_record(group: Group, step: int, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

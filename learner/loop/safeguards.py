@@ -118,10 +118,10 @@ class Safeguards:
 
     def count_diverged(self, metrics: Mapping[str, Any], step: int) -> None:
         """Raises DivergedError after too many steps in a row beyond one of the guard's limits."""
-        found = beyond(metrics, self.config.guard)
-        if (steps := self._count("diverged", bool(found))) >= _MAX_BAD_STEPS:
+        exceeded = beyond(metrics, self.config.guard)
+        if (steps := self._count("diverged", bool(exceeded))) >= _MAX_BAD_STEPS:
             raise DivergedError(
-                f"the policy was beyond a limit for {steps} steps in a row; step {step} had {', '.join(found)}. "
+                f"the policy was beyond a limit for {steps} steps in a row; step {step} had {', '.join(exceeded)}. "
                 "Change values or the limit with async-rlhf set, and go back with --resume --from-step"
             )
 

@@ -107,8 +107,8 @@ class Trainer:
         )
         self._writer = CheckpointWriter(self._checkpoints)
         self.step, self._statistics = 0, Statistics()
-        if (found := newest(directory)) is not None:
-            path, state = found
+        if (checkpoint := newest(directory)) is not None:
+            path, state = checkpoint
             backend.load(path)
             self.step, self._statistics = state["step"], Statistics(state.get("rewards"))
             _log.info("resumed at step %d from %s", self.step, path)

@@ -138,16 +138,16 @@ class _Blockwise(torch.autograd.Function):
         out = torch.zeros_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
         sums = torch.full(query.shape[:-1], -torch.inf, device=query.device)  # logarithms of sums of exponents
         for block in blocks:
-            own, seen = slice(block.query, block.end), slice(block.key, block.stop)
-            q, k, v = query[:, :, own], key[:, :, seen], value[:, :, seen]
-            found, of_block = _flash(q, k, v, 0.0, block.is_causal, attn_mask=block.bias, scale=scale)
+            at, seen = slice(block.query, block.end), slice(block.key, block.stop)
+            q, k, v = query[:, :, at], key[:, :, seen], value[:, :, seen]
+            result, of_block = _flash(q, k, v, 0.0, block.is_causal, attn_mask=block.bias, scale=scale)
             if block.is_own:
-                out[:, :, own], sums[..., own] = found, of_block
+                out[:, :, at], sums[..., at] = result, of_block
             else:
-                joint = torch.logaddexp(sums[..., own], of_block)
-                out[:, :, own].mul_((sums[..., own] - joint).exp_()[..., None])
-                out[:, :, own].addcmul_(found, (of_block - joint).exp_()[..., None])
-                sums[..., own] = joint
+                joint = torch.logaddexp(sums[..., at], of_block)
+                out[:, :, at].mul_((sums[..., at] - joint).exp_()[..., None])
+                out[:, :, at].addcmul_(result, (of_block - joint).exp_()[..., None])
+                sums[..., at] = joint
         ctx.save_for_backward(query, key, value, out, sums)
         ctx.blocks, ctx.scale = blocks, scale
         return out
@@ -157,9 +157,9 @@ class _Blockwise(torch.autograd.Function):
         query, key, value, out, sums = ctx.saved_tensors
         grads = [torch.zeros_like(each) for each in (query, key, value)]
         for block in ctx.blocks:
-            own, seen = slice(block.query, block.end), slice(block.key, block.stop)
-            inputs = grad[:, :, own], query[:, :, own], key[:, :, seen], value[:, :, seen], out[:, :, own], sums[..., own]
+            at, seen = slice(block.query, block.end), slice(block.key, block.stop)
+            inputs = grad[:, :, at], query[:, :, at], key[:, :, seen], value[:, :, seen], out[:, :, at], sums[..., at]
             parts = _flash_backward(*inputs, 0.0, block.is_causal, attn_mask=block.bias, scale=ctx.scale)
-            for whole, where, part in zip(grads, (own, seen, seen), parts, strict=True):
+            for whole, where, part in zip(grads, (at, seen, seen), parts, strict=True):
                 whole[:, :, where].copy_(part) if block.is_own else whole[:, :, where].add_(part)
         return (*grads, None, None)

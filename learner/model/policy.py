@@ -101,10 +101,10 @@ class Policy(nn.Module):
         self.sharing = self.sharings[0]
         self.critic: Critic | None = None
         if with_critic and config.critic.kind != "none":
-            own = copy.deepcopy(self.trunk) if config.critic.kind == "model" else None
-            if own is not None and config.critic.freeze_attention:
-                _freeze_attention(own)
-            self.critic = Critic(self.output_layer.weight.shape[1], own).to(self.device)
+            trunk = copy.deepcopy(self.trunk) if config.critic.kind == "model" else None
+            if trunk is not None and config.critic.freeze_attention:
+                _freeze_attention(trunk)
+            self.critic = Critic(self.output_layer.weight.shape[1], trunk).to(self.device)
         self._autocast = torch.bfloat16 if config.dtype == "bfloat16" else None
         self.compiled = config.compile
         self._replay: RoutingReplay | None = None
@@ -171,9 +171,9 @@ class Policy(nn.Module):
             return self._forward(batch, self._mask(batch, self._autocast), self._autocast, energies, others)
         share = Share.of(batch, dist.get_rank(), self._sequence_ranks)
         masks = self._masks(share.blocks_B4, share.positions_RL, self._autocast)
-        own = others if isinstance(others, int) else others[share.index_M]
-        found = self._forward(share.own, masks, self._autocast, energies, own)
-        return Predicted(*(None if each is None else share.joined(each) for each in found))  # type: ignore[arg-type]
+        wanted = others if isinstance(others, int) else others[share.index_M]
+        predicted = self._forward(share.own, masks, self._autocast, energies, wanted)
+        return Predicted(*(None if each is None else share.joined(each) for each in predicted))  # type: ignore[arg-type]
 
     def values(self, batch: MicroBatch) -> Tensor:
         """float32 [N]: those of a critic with a trunk of its own, without a pass of the policy."""
@@ -253,8 +253,8 @@ class Policy(nn.Module):
         plain = head(self.trunk(input_ids=ids, use_cache=False).last_hidden_state)
         scale = _LARGE / float(plain.abs().max().clamp(min=1e-30))
         with head.register_forward_hook(lambda module, inputs, logits: logits * scale):  # small ones would not show a cap
-            own = self.model(input_ids=ids, use_cache=False).logits
-        return bool((own - plain * scale).abs().max() < _SAME_LOGITS * _LARGE)
+            capped = self.model(input_ids=ids, use_cache=False).logits
+        return bool((capped - plain * scale).abs().max() < _SAME_LOGITS * _LARGE)
 
 
 def _inputs(batch: PolicyInputs, masks: Any) -> dict[str, Any]:
@@ -340,9 +340,9 @@ def _difference(policy: Policy, group: Group, plain: Tensor) -> float:
     """Mean |log-probability - plain| of the tokens of the group; infinite where one of them is NaN."""
     rows = make_rows([group], [[0.0] * len(group.rollouts)])
     batches = make_micro_batches(rows, Packing(1 << 30, policy.sharing))
-    found = torch.cat([policy.exactly(batch.to(policy.device)) for batch in batches])
+    logp = torch.cat([policy.exactly(batch.to(policy.device)) for batch in batches])
     # Micro-batches hold the longest rows first, and the group has its completions in that order.
-    return float((found - plain).abs().mean().nan_to_num(torch.inf))
+    return float((logp - plain).abs().mean().nan_to_num(torch.inf))
 
 
 def _plain(policy: Policy, group: Group, rollout: Rollout) -> Tensor:

@@ -27,12 +27,12 @@ class RoutingReplay:
     experts cannot be recorded, or are mixed otherwise."""
 
     def __init__(self, model: nn.Module) -> None:
-        found = routers(model)
-        self.routing = Routing(len(found), found[0].top_k, found[0].num_experts)
+        modules = routers(model)
+        self.routing = Routing(len(modules), modules[0].top_k, modules[0].num_experts)
         self._kind = str(model.config.get_text_config().model_type)  # type: ignore[union-attr, operator]
         self._experts_PMk: Tensor | None = None
-        self._check(found[0])
-        for layer, router in enumerate(found):
+        self._check(modules[0])
+        for layer, router in enumerate(modules):
             router.register_forward_hook(partial(self._replace, layer))
 
     @contextmanager

@@ -47,7 +47,7 @@ class Share:
         mine = slice(rank * width, (rank + 1) * width)
         row_N, position_N = batch.source_N // length, batch.source_N % length
         index = (position_N // width == rank).nonzero()[:, 0]
-        own = PolicyInputs(
+        part = PolicyInputs(
             ids_RL=pad(batch.ids_RL, (0, whole - length))[:, mine],
             positions_RL=positions[:, mine],
             blocks_B4=blocks,
@@ -56,7 +56,7 @@ class Share:
             temperature_N=batch.temperature_N[index],
             **({} if batch.sampling_masks is None else batch.sampling_masks.of(index)._asdict()),
         )
-        return cls(own, blocks, positions, index, batch.num_tokens)
+        return cls(part, blocks, positions, index, batch.num_tokens)
 
     def joined(self, value_M: Tensor) -> Tensor:
         """[N] or [N, K]: every token's, from the rank that has it; the gradient goes to the own ones."""

@@ -154,8 +154,8 @@ def estimate_advantages(
         values = kept if from_teacher else _counting(_from_rewards(_penalised(rewards, evaluated, loss), advantage))
         targets = {index: TokenTargets(seen) for index, seen in evaluated.items()}
     else:
-        found = _of_tokens(groups, rewards, chosen, evaluated, advantage, loss)
-        targets = {index: replace(found[index], observed=evaluated.get(index)) for index in kept}
+        by_token = _of_tokens(groups, rewards, chosen, evaluated, advantage, loss)
+        targets = {index: replace(by_token[index], observed=evaluated.get(index)) for index in kept}
         # a completion's own advantage, for the record, is the mean of its tokens'
         values = {index: float(each.advantage.mean()) for index, each in targets.items() if each.advantage is not None}
     estimates = AdvantageEstimates(_nested({index: values[index] for index in kept}, chosen), targets)
@@ -195,8 +195,8 @@ def check_estimator(config: AdvantageConfig) -> None:
             given = [each.tolist() for each in _of_members([0.0, 1.0, 0.5], [*of_tokens, of_tokens[0]], config)]
         elif advantage_spec(config.kind).level == "tokens":
             values, log_ratios = ([each * factor for each in of_tokens] for factor in (0.5, 0.1))
-            found = token_estimates(of_tokens, config, values, log_ratios)
-            given = [each.tolist() for one in found for each in (one.advantage, one.returns) if each is not None]
+            estimates = token_estimates(of_tokens, config, values, log_ratios)
+            given = [each.tolist() for one in estimates for each in (one.advantage, one.returns) if each is not None]
         else:
             given = _from_rewards(rewards, config)
         if not np.isfinite([number for each in given for number in each if number is not None]).all():
@@ -213,11 +213,11 @@ def _estimator(config: AdvantageConfig) -> Callable[..., Any]:
 def _from_rewards(rewards: Rewards, config: AdvantageConfig) -> list[list[float | None]]:
     function = _estimator(config)
     values = [function(group) for group in rewards]
-    for group, own in zip(rewards, values, strict=True):
-        if [value is None for value in own] != [reward is None for reward in group]:
+    for group, estimates in zip(rewards, values, strict=True):
+        if [value is None for value in estimates] != [reward is None for reward in group]:
             raise ValueError(
-                f"advantage.kind = {config.kind!r} gave {list(own)} for the rewards {list(group)}: it must give one number for "
-                "each reward, and None where the reward is None"
+                f"advantage.kind = {config.kind!r} gave {list(estimates)} for the rewards {list(group)}: it must give one "
+                "number for each reward, and None where the reward is None"
             )
     return [list(own) for own in values]
 
@@ -236,31 +236,31 @@ def turn_returns(rollout: Rollout, reward: float) -> list[float]:
 
 def _from_turns(groups: Sequence[Group], rewards: Rewards, config: AdvantageConfig) -> dict[int, TokenTargets]:
     """By index: turn t of a completion is compared with turn t of those of its group that count and have one."""
-    function, found = _estimator(config), dict[int, TokenTargets]()
-    for group, (first, own) in zip(groups, _numbered(rewards), strict=True):
-        returns = [[] if r is None else turn_returns(rollout, r) for rollout, r in zip(group.rollouts, own, strict=True)]
+    function, targets = _estimator(config), dict[int, TokenTargets]()
+    for group, (first, members) in zip(groups, _numbered(rewards), strict=True):
+        returns = [[] if r is None else turn_returns(rollout, r) for rollout, r in zip(group.rollouts, members, strict=True)]
         turns = range(max(map(len, returns)))
         advantages = [function([of_one[t] if t < len(of_one) else None for of_one in returns]) for t in turns]
         for member, (rollout, of_one) in enumerate(zip(group.rollouts, returns, strict=True)):
             if of_one:
                 of_turns = [advantages[t][member] for t in range(len(of_one))]
                 repeated = np.repeat(of_turns, rollout.turn_lengths).astype(np.float32)
-                found[first + member] = TokenTargets(advantage=repeated)
-    return found
+                targets[first + member] = TokenTargets(advantage=repeated)
+    return targets
 
 
 def _from_siblings(
     groups: Sequence[Group], rewards: Rewards, evaluated: Evaluated, config: AdvantageConfig, loss: LossConfig
 ) -> dict[int, TokenTargets]:
     """By index: each token of a completion is compared with the same token of those of its group that count."""
-    found = dict[int, TokenTargets]()
-    for group, (first, own) in zip(groups, _numbered(rewards), strict=True):
-        counting = {first + member: reward for member, reward in enumerate(own) if reward is not None}
+    targets = dict[int, TokenTargets]()
+    for group, (first, members) in zip(groups, _numbered(rewards), strict=True):
+        counting = {first + member: reward for member, reward in enumerate(members) if reward is not None}
         energies = [_energy(group.rollouts[index - first], evaluated.get(index), loss) for index in counting]
         if energies:
-            each = _of_members([*counting.values()], energies, config)
-            found |= {index: TokenTargets(advantage=one) for index, one in zip(counting, each, strict=True)}
-    return found
+            advantages = _of_members([*counting.values()], energies, config)
+            targets |= {index: TokenTargets(advantage=one) for index, one in zip(counting, advantages, strict=True)}
+    return targets
 
 
 def _energy(rollout: Rollout, seen: PolicyEvaluation | None, loss: LossConfig) -> Float32Array:
@@ -339,11 +339,11 @@ def token_estimates(
     end_N = np.zeros(sum(whole), np.bool_)
     end_N[np.cumsum(pieces) - 1] = True
     value_N, log_ratio_N = (np.concatenate([np.zeros(0, np.float32), *each]) for each in (values, log_ratios))
-    found = _estimator(config)(Tokens(np.concatenate(rewards), value_N, log_ratio_N, end_N, np.repeat(whole, whole)))
-    advantage_N, return_N = found if config.needs_critic else (found, None)
-    for each in (advantage_N,) if return_N is None else (advantage_N, return_N):
-        if np.shape(each) != end_N.shape:
-            raise ValueError(f"gave numbers of the shape {np.shape(each)} for {len(end_N)} tokens")
+    estimates = _estimator(config)(Tokens(np.concatenate(rewards), value_N, log_ratio_N, end_N, np.repeat(whole, whole)))
+    advantage_N, return_N = estimates if config.needs_critic else (estimates, None)
+    for numbers in (advantage_N,) if return_N is None else (advantage_N, return_N):
+        if np.shape(numbers) != end_N.shape:
+            raise ValueError(f"gave numbers of the shape {np.shape(numbers)} for {len(end_N)} tokens")
     borders = np.cumsum(whole)[:-1]
     if return_N is None:
         return [TokenTargets(advantage=each) for each in np.split(advantage_N, borders)]

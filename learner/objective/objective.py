@@ -120,8 +120,8 @@ def objective(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     none, all_N = weight_N.new_zeros(()), weight_N.sum()
     sums = {"clip_ratio/region_mean": none, "is/masked_ratio": none, "is/clamped_ratio": none, "is/weight_mean": all_N}
     if kind.corrects != "nothing":
-        weight_N, own = _correction(inputs, config)
-        sums |= own
+        weight_N, corrected = _correction(inputs, config)
+        sums |= corrected
     terms, own_sums = load_function("loss", config.kind)(inputs, weight_N, **config.arguments)
     per_token_N = _per_token(inputs, config, sums)
     if kind.level == "token":

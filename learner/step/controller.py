@@ -100,8 +100,8 @@ class Controller:
 
         In host memory, on a CPU perhaps the parameters' own: they hold until the next step (`is_read`) and the next call.
         """
-        found: Mapping[str, RawTensor] = self._together("tensors")
-        return found
+        tensors: Mapping[str, RawTensor] = self._together("tensors")
+        return tensors
 
     def is_read(self, until: threading.Event) -> None:
         """The result of `tensors` is being read: no step changes it before `until` is set."""
@@ -175,20 +175,20 @@ class Controller:
 
     def _evaluate(self, updates: Sequence[Update], energies: bool) -> dict[int, PolicyEvaluation]:
         """On rank 0 the evaluations of all ranks' completions, on the others none."""
-        own: dict[str, Tensor] = {}
+        evaluated: dict[str, Tensor] = {}
         with torch.no_grad():
             for batch in self._placed(updates[0].batches):
                 seen = self.machine.predict(batch, energies)
                 named = {"logp_proximal": seen.logp_N, "value": seen.value_N, "energy": seen.energy_N}
                 named["logp_reference"], _ = self._reference(batch)
                 owner_N = batch.member_N.cpu()
-                for name, each in ((name, each.float().cpu()) for name, each in named.items() if each is not None):
-                    own |= {f"{member} {name}": each[owner_N == member] for member in set(owner_N.tolist())}
-        found: dict[int, dict[str, np.ndarray]] = {}
-        for key, tensor in ((key, tensor) for each in self._ranks.gather(own) or () for key, tensor in each.items()):
+                for name, value_N in ((name, each.float().cpu()) for name, each in named.items() if each is not None):
+                    evaluated |= {f"{member} {name}": value_N[owner_N == member] for member in set(owner_N.tolist())}
+        values: dict[int, dict[str, np.ndarray]] = {}
+        for key, tensor in ((key, tensor) for each in self._ranks.gather(evaluated) or () for key, tensor in each.items()):
             member, name = key.split()
-            found.setdefault(int(member), {})[name] = tensor.numpy()
-        return {member: PolicyEvaluation(**arrays) for member, arrays in found.items()}
+            values.setdefault(int(member), {})[name] = tensor.numpy()
+        return {member: PolicyEvaluation(**arrays) for member, arrays in values.items()}
 
     def _train(self, updates: Sequence[Update], step: int, rate: float | None, applies: bool = True) -> StepReport:
         """A learner step; rank 0's report is of all ranks, the others' of nothing. applies: False refuses the updates as those
@@ -286,8 +286,8 @@ class Controller:
         if batch.logp_reference_N is not None:
             return batch.logp_reference_N, None
         with torch.no_grad():
-            found = self.machine.reference(batch, 0 if others is None else others)
-        return (None, None) if found is None else (found.logp_N, found.logp_others_NK)
+            predicted = self.machine.reference(batch, 0 if others is None else others)
+        return (None, None) if predicted is None else (predicted.logp_N, predicted.logp_others_NK)
 
     def _critic(self, batch: MicroBatch, value_N: Tensor | None, update: Update, sums: StepSums) -> Tensor:
         """The critic's part of the loss, per token of the update; 0 without one."""

@@ -78,8 +78,8 @@ class DeepSpeedMachine(Machine):
         if config.tensor_parallel > 1:
             self._engine.first_dataloader_check.remove()  # it compares inputs as pickles; here they are one rank's, sent once
         self._stage = int(self._engine.zero_optimization_stage())
-        own = {name: getattr(p, "ds_shape", p.shape) for name, p in self._named()}
-        self._dimensions = {name: split_dimension(own[name], shape) for name, shape in whole.items()}
+        shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in self._named()}
+        self._dimensions = {name: split_dimension(shapes[name], shape) for name, shape in whole.items()}
         self._begin_moments()
 
     def _load_model(self) -> nn.Module:
@@ -150,7 +150,7 @@ class DeepSpeedMachine(Machine):
 
     def tensors(self) -> Mapping[str, RawTensor]:
         """Whole in host memory of rank 0, and empty elsewhere."""
-        found: dict[str, RawTensor] = {}
+        tensors: dict[str, RawTensor] = {}
         small = lora.adapters(self.policy.model)
         large = {name: p for name, p in self.policy.model.named_parameters() if name not in small}
         with self.ranks.named("a gathering of adapters"), self._gathered(list(small.values())):
@@ -163,8 +163,8 @@ class DeepSpeedMachine(Machine):
                     chosen = dict(islice(waiting, len(bucket))) | small
                     named = {name: self._joined(f"model.{name}", p.detach()) for name, p in chosen.items()}
                     if self.ranks.rank == 0:
-                        found |= self._copies(lora.merged(self.policy.model, named))
-        return found
+                        tensors |= self._copies(lora.merged(self.policy.model, named))
+        return tensors
 
     def canary(self, ids: Sequence[int] = ()) -> Canary:
         with self.ranks.named("the canary"):
@@ -189,11 +189,11 @@ class DeepSpeedMachine(Machine):
         def write(directory: Path) -> None:
             if self.ranks.rank > 0:
                 return
-            own = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
-            named = lora.merged(self.policy.model, own)
+            model = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
+            named = lora.merged(self.policy.model, model)
             parts = {
                 "model": {name: named[first] for name, first in self._aliases.items()},
-                "adapter": {} if self._lora is None else {name: own[name] for name in self._shapes},
+                "adapter": {} if self._lora is None else {name: model[name] for name in self._shapes},
                 "optimizer": {name.removeprefix("model."): value for name, value in moments.items()},
                 "critic": {n.removeprefix("critic."): v for n, v in weights.items() if n.startswith("critic.")},
             }
@@ -252,9 +252,9 @@ class DeepSpeedMachine(Machine):
             p.set_full_hp_param(value, key)
             return
         size = p.ds_tensor.numel()
-        own = value.flatten()[self._optimizer._get_param_partition_rank(p) * size :][:size]
+        part = value.flatten()[self._optimizer._get_param_partition_rank(p) * size :][:size]
         # Padded: for one number, or an odd count, DeepSpeed's function for whole values reads past the end.
-        self._optimizer.set_local_hp_param(pad(own, (0, size - len(own))), p, key)
+        self._optimizer.set_local_hp_param(pad(part, (0, size - len(part))), p, key)
 
     def _state(self, shard: Tensor) -> dict[str, Tensor]:
         return self._optimizer.optimizer.state[shard]  # type: ignore[no-any-return]
@@ -337,20 +337,20 @@ def reference_settings(config: LearnerConfig) -> dict[str, Any]:
 
 def _laid_over(settings: dict[str, Any], path: str) -> dict[str, Any]:
     try:
-        own = json.loads(Path(path).read_text())
+        file = json.loads(Path(path).read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"learner.deepspeed_config = {path!r} cannot be read: {error}") from error
-    if not isinstance(own, dict):
+    if not isinstance(file, dict):
         raise ConfigError(f"learner.deepspeed_config = {path!r} must hold one JSON object")
-    if taken := [key for key in _OURS if key in own]:
+    if taken := [key for key in _OURS if key in file]:
         raise ConfigError(
             f"learner.deepspeed_config = {path!r} sets {', '.join(taken)}, which this run's own settings decide; leave it out"
         )
-    stage = own.get("zero_optimization", {}).get("stage", settings["zero_optimization"]["stage"])
+    stage = file.get("zero_optimization", {}).get("stage", settings["zero_optimization"]["stage"])
     if stage != settings["zero_optimization"]["stage"]:
         raise ConfigError(f"learner.deepspeed_config = {path!r} asks for ZeRO stage {stage}; set learner.zero_stage = {stage}")
-    merged = {**settings, **own}
-    merged["zero_optimization"] = {**settings["zero_optimization"], **own.get("zero_optimization", {})}
+    merged = {**settings, **file}
+    merged["zero_optimization"] = {**settings["zero_optimization"], **file.get("zero_optimization", {})}
     return merged
 
 

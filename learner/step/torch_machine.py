@@ -258,10 +258,10 @@ class Machine:
     def load(self, directory: Path | str) -> None:
         """See `Controller.load`."""
         self._await_readers()
-        own = self._learned()
-        saved = self._saved(Path(directory), own)
+        learned = self._learned()
+        saved = self._saved(Path(directory), learned)
         for name, value in saved["model"].items():
-            own[name].data.copy_(value)
+            learned[name].data.copy_(value)
         state: dict[str, dict[str, Tensor]] = {}
         for key, value in saved["optimizer"].items():
             name, _, kind = key.rpartition(".")
@@ -276,15 +276,15 @@ class Machine:
         model = self.policy.model
         return model.state_dict() if self._lora is None else lora.adapters(model)
 
-    def _saved(self, directory: Path, own: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    def _saved(self, directory: Path, like: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         """The tensors of a checkpoint by part, on every rank's CPU: `model` (its adapters, where those learn), `optimizer`,
-        `critic`. Rank 0 reads the files: other ranks may be on hosts without them. own: trained tensors, for names and shapes.
+        `critic`. Rank 0 reads the files: other ranks may be on hosts without them. like: gives names and shapes.
 
         Raises CheckpointError.
         """
 
         def read() -> dict[str, Tensor]:
-            learned = saved_weights(directory, own) if self._lora is None else lora.read_adapter(directory / "adapter", own)
+            learned = saved_weights(directory, like) if self._lora is None else lora.read_adapter(directory / "adapter", like)
             parts = {"model": learned, "optimizer": {}}
             for path in sorted(directory.glob("optimizer*.safetensors")):
                 parts["optimizer"] |= load_file(path)
@@ -292,11 +292,11 @@ class Machine:
                 parts["critic"] = load_file(directory / "critic.safetensors")
             return {f"{part} {name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
 
-        found: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "critic": {}}
+        saved: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "critic": {}}
         for key, tensor in self.ranks.shared(read).items():
             part, _, name = key.partition(" ")
-            found[part][name] = tensor
-        return found
+            saved[part][name] = tensor
+        return saved
 
     def _moments(self) -> Iterator[tuple[str, str, Tensor]]:
         """(parameter, key, values) of each tensor that the optimizer holds."""
@@ -353,16 +353,16 @@ def _rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     Rounding swallows small updates (steps of 1e-6 move few bfloat16 numbers), and all of them point one way: so an engine that
     serves the rounded weights, as it should, lags behind the others by whole nats.
     """
-    own: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
+    masters: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
 
     def put(module: nn.Module, _: object) -> None:
-        own[module] = dict(module._parameters)
-        for name, held in own[module].items():
+        masters[module] = dict(module._parameters)
+        for name, held in masters[module].items():
             if held is not None:
                 module._parameters[name] = nn.Parameter(held.to(dtype).to(held.dtype), requires_grad=False)
 
     def take_back(module: nn.Module, *_: object) -> None:
-        module._parameters.update(own.pop(module))
+        module._parameters.update(masters.pop(module))
 
     hooks = []
     if dtype != torch.float32:

@@ -157,10 +157,10 @@ def held_out(record: dict[str, Any]) -> str:
     when = "" if label == "alone" else f" at step {record['step']}" if label == "step" else f" at the {label}"
     if "missing" in record:
         return f"held-out{when}: not evaluated, {record['missing']}"
-    if not (found := [(name, f"{value:.3f}") for name, value in figures(record).items()]):
+    if not (numbers := [(name, f"{value:.3f}") for name, value in figures(record).items()]):
         why = "" if record.get("rewards", True) else ": there is no reward (rewards.functions)"
         return f"held-out{when}: none of {record['num_prompts']} prompts could be judged{why}"
-    (first, value), *others = found
+    (first, value), *others = numbers
     size, failed = record.get("group_size"), f", {record['failed']} could not be judged" if record["failed"] else ""
     return (
         f"held-out {first}{when}: {value}{''.join(f', {name} {value}' for name, value in others)} "

@@ -78,10 +78,10 @@ class Lasting:
             pass  # the stream is closed, or there is none
 
     def _leave(self) -> None:
-        own = os.fstat(self._stream.fileno())
+        stream = os.fstat(self._stream.fileno())
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for descriptor in {self._stream.fileno(), 1, 2}:
             with suppress(OSError):
-                if os.path.samestat(os.fstat(descriptor), own):
+                if os.path.samestat(os.fstat(descriptor), stream):
                     os.dup2(nowhere, descriptor)
         os.close(nowhere)

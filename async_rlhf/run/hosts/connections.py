@@ -122,8 +122,8 @@ def _networked(config: Config, hosts: Hosts) -> Config:
     elif not config.address.startswith("tcp://") or config.address.startswith(("tcp://*:", "tcp://0.0.0.0:")):
         raise ConfigError(f"address = {config.address!r}: hosts need one they can connect to, tcp://IP:PORT; or leave it empty")
     if config.security.keys is None:
-        own = config.security.model_copy(update={"keys": str(config.run_dir.absolute() / "keys")})
-        config = config.model_copy(update={"security": own})
+        security = config.security.model_copy(update={"keys": str(config.run_dir.absolute() / "keys")})
+        config = config.model_copy(update={"security": security})
     return config
 
 

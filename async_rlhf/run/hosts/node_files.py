@@ -51,8 +51,8 @@ def pack(config: Config, node: Node, directory: str) -> NodeFiles:
         changed["model"] = contents.there(config.model, "model")
     if node.role == "learner_rank":
         changed["scoring"] = contents.scoring() if config.held_reference else config.scoring
-        if (own := config.learner.deepspeed_config) is not None:
-            settings = {"deepspeed_config": contents.there(own, "deepspeed")}
+        if (deepspeed := config.learner.deepspeed_config) is not None:
+            settings = {"deepspeed_config": contents.there(deepspeed, "deepspeed")}
             changed["learner"] = config.learner.model_copy(update=settings)
     if node.role in ("actor", "scorer"):
         changed["rewards"], changed["scoring"] = contents.rewards(), contents.scoring()
@@ -96,24 +96,24 @@ class _Contents:
         return f"{self._directory}/{name}"
 
     def environment(self) -> EnvironmentConfig:
-        own = self._config.environment
+        section = self._config.environment
         there = {
             source: {
                 "function": self.code(each.function, "environment"),
                 "options": self._options(each.options, f"environment/options/{number}"),
             }
-            for number, (source, each) in enumerate({**own.by_source, "": own}.items())
+            for number, (source, each) in enumerate({**section.by_source, "": section}.items())
         }
-        by_source = {source: each.model_copy(update=there[source]) for source, each in own.by_source.items()}
-        return own.model_copy(update={**there[""], "by_source": by_source})
+        by_source = {source: each.model_copy(update=there[source]) for source, each in section.by_source.items()}
+        return section.model_copy(update={**there[""], "by_source": by_source})
 
     def rewards(self) -> RewardsConfig:
-        own = self._config.rewards
-        options = {name: self._options(each, f"options/{name}") for name, each in own.options.items()}
+        section = self._config.rewards
+        options = {name: self._options(each, f"options/{name}") for name, each in section.options.items()}
         for name, path in _read_by_rewards(self._config).items():
             options[name]["path"] = self.there(path, f"options/{name}/{Path(path).name}")
-        functions = tuple(self.code(target, "rewards") for target in own.functions)
-        return own.model_copy(update={"functions": functions, "options": options})
+        functions = tuple(self.code(target, "rewards") for target in section.functions)
+        return section.model_copy(update={"functions": functions, "options": options})
 
     def _options(self, own: Mapping[str, Any], name: str) -> dict[str, Any]:
         """Options with the keys of its server as they are there: by their folder's name, which a run's processes share."""
@@ -124,11 +124,11 @@ class _Contents:
 
     def scoring(self) -> ScoringConfig:
         """The section with the teachers' paths there."""
-        own = self._config.scoring
-        there = {path: self.there(path, f"teachers/{number}") for number, path in enumerate(own.reference.directories)}
-        by_source = {source: there.get(path, path) for source, path in own.reference.by_source.items()}
-        changed = {"path": there.get(own.reference.path, own.reference.path), "by_source": by_source}
-        return own.model_copy(update={"reference": own.reference.model_copy(update=changed)})
+        section = self._config.scoring
+        there = {path: self.there(path, f"teachers/{number}") for number, path in enumerate(section.reference.directories)}
+        by_source = {source: there.get(path, path) for source, path in section.reference.by_source.items()}
+        changed = {"path": there.get(section.reference.path, section.reference.path), "by_source": by_source}
+        return section.model_copy(update={"reference": section.reference.model_copy(update=changed)})
 
 
 def _read_by_rewards(config: Config) -> dict[str, str]:

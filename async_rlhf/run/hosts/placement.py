@@ -33,12 +33,12 @@ def on_cuda(config: Config) -> bool:
 def placement_of(config: Config, inventory: Inventory | None = None) -> Placement:
     """inventory: where it is known already; where a launcher has found its hosts, actors are on those. Raises ConfigError."""
     inventory = inventory or inventory_of(config)
-    found = place(replace(wanted(config), away=len(inventory) > 1 and not config.placement.hosts), inventory)
-    for slot in found.slots.values():
+    placement = place(replace(wanted(config), away=len(inventory) > 1 and not config.placement.hosts), inventory)
+    for slot in placement.slots.values():
         if not slot.host:
             visible(slot.devices, os.environ)  # refuses what CUDA_VISIBLE_DEVICES does not show
             machine_cpus(slot.cpus or ())  # and CPUs that this process may not use
-    return found
+    return placement
 
 
 def nodes_of(config: Config, placement: Placement, run: RunDir, sockets: Path) -> list[Node]:
@@ -67,7 +67,7 @@ def nodes_of(config: Config, placement: Placement, run: RunDir, sockets: Path) -
 
 def wanted(config: Config) -> WantedNodes:
     """The nodes that this configuration needs, without looking at any host. Raises ConfigError for a device chosen twice."""
-    engine, learner, own = config.engine, config.learner, config.placement
+    engine, learner, placement = config.engine, config.learner, config.placement
     spread = 1
     if engine.kind == "vllm":
         spread = engine.vllm.tensor_parallel_size * int(engine.vllm.arguments.get("pipeline_parallel_size", 1))
@@ -86,10 +86,10 @@ def wanted(config: Config) -> WantedNodes:
         scorer_devices=_most(*in_process),
         evaluation_devices=_most(of_engine, *beside, *in_process) if evaluates(config) else 0,
         evaluates_beside=bool(config.evaluation.every),
-        learner_hosts=own.learner_hosts,
-        colocate=own.colocate,
-        actor_share=own.actor_share,
-        strategy=own.strategy,
+        learner_hosts=placement.learner_hosts,
+        colocate=placement.colocate,
+        actor_share=placement.actor_share,
+        strategy=placement.strategy,
     )
 
 

@@ -78,8 +78,8 @@ def _vocabulary(config: Config) -> int:
         return size
     from transformers import AutoConfig
 
-    found = from_pretrained(AutoConfig, Path(config.model))
-    return int(found.get_text_config().vocab_size)
+    model = from_pretrained(AutoConfig, Path(config.model))
+    return int(model.get_text_config().vocab_size)
 
 
 def _model(config: Config) -> dict[str, Any]:

@@ -149,9 +149,9 @@ class _UnsentLines:
                 if rows := _rows(record, record.get("samples")):
                     tracker.table("evaluation_samples", record["step"], _time(record), rows)
                 sent = sent.model_copy(update={"evaluations": self._num_evaluations})
-        for each in self._reading.samples.rest():
-            if is_step(each) and (step := each["step"]) > sent.sampled and (step == 1 or step % _SAMPLED_EVERY == 0):
-                self._groups[step, each.get("group")] = each
+        for group in self._reading.samples.rest():
+            if is_step(group) and (step := group["step"]) > sent.sampled and (step == 1 or step % _SAMPLED_EVERY == 0):
+                self._groups[step, group.get("group")] = group
         for step in sorted({step for step, _ in self._groups if step < sent.step or is_last}):
             of_step = [self._groups.pop(key) for key in list(self._groups) if key[0] == step]
             if rows := [row for each in of_step for row in _rows(each, each.get("rollouts"))]:
@@ -173,7 +173,7 @@ def measures(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 def _rows(record: Mapping[str, Any], samples: Any) -> list[Row]:
     """A table of what was written, of an evaluation's samples or a group's rollouts; what has another form is left out."""
-    found: list[Row] = [
+    rows: list[Row] = [
         {
             "step": record["step"],
             "prompt": _text(sample.get("prompt", record.get("prompt"))),
@@ -183,7 +183,7 @@ def _rows(record: Mapping[str, Any], samples: Any) -> list[Row]:
         for sample in (samples if isinstance(samples, list) else ())
         if isinstance(sample, Mapping)
     ]
-    return found[:_MOST_ROWS]
+    return rows[:_MOST_ROWS]
 
 
 def _text(value: Any) -> str:

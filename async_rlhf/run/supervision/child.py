@@ -99,13 +99,13 @@ class Child:
 
     def beats(self, now: float) -> bytes:
         """The beats sent since the last call (`tether`)."""
-        found = b"" if self.process is None else self.process.read_beats()
-        if found:
+        beats = b"" if self.process is None else self.process.read_beats()
+        if beats:
             self._beat_at = now
-        if PROGRESS in found:
+        if PROGRESS in beats:
             self._progress_at = now
             self.progressed()
-        return found
+        return beats
 
     def end(self) -> ProcessEnd | None:
         """The end of the process, once it has ended."""

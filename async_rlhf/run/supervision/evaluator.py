@@ -156,8 +156,8 @@ class Evaluator:
             finished=finished,
             given_up=self._given_up,
         )
-        for each, reason in missing:
-            self._miss(each, reason)
+        for lost, reason in missing:
+            self._miss(lost, reason)
         if due is None:
             return
         checkpoint = self._run.path / "checkpoints" / f"step_{due.step:06d}"

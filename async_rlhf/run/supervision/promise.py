@@ -37,12 +37,12 @@ class BitsPromise:
         if self._known is None or self._known.obstacle or not (is_last or self._is_due()):
             return
         with suppress(DamagedError, OSError):
-            found = judged(self._known, self._run.read_ledger().get("bits", ()))
-            if found != self._known:
-                self._known = found
-                if found.obstacle:
-                    self._say(found.obstacle)
-                self._run.keep_bits(found)
+            bits = judged(self._known, self._run.read_ledger().get("bits", ()))
+            if bits != self._known:
+                self._known = bits
+                if bits.obstacle:
+                    self._say(bits.obstacle)
+                self._run.keep_bits(bits)
 
     def _say(self, obstacle: str) -> None:
         self._event(

@@ -230,8 +230,8 @@ class Supervisor:
             self._report_beginning()
             for child in self._children.values():
                 self._look_after(child)
-            for each in (self._evaluator, self._disk, self._promise, self.events):
-                each.look()
+            for watched in (self._evaluator, self._disk, self._promise, self.events):
+                watched.look()
             if last_error := self._notifier.last_error():
                 self._progress.event(f"the hub did not answer: {last_error}")
             if not self._draining and (self._num_signals or self._evaluator.plateau):
@@ -381,13 +381,14 @@ class Supervisor:
         while any(each.process is not None or each.wanted for each in trackers) and self._now() < deadline:
             if self._is_forced() or self._run.is_lost():
                 break
-            for each in trackers:
-                self._look_after(each)
+            for tracker in trackers:
+                self._look_after(tracker)
             time.sleep(_LOOK_S)
-        for each in trackers:
-            each.kill()
-            if each.process is not None and self._now() >= deadline:
-                self._progress.event(f"{each.node.name} was not ready {_TRACKING_S:.0f} s after the end; see {each.node.log}")
+        for tracker in trackers:
+            tracker.kill()
+            if tracker.process is not None and self._now() >= deadline:
+                node = tracker.node
+                self._progress.event(f"{node.name} was not ready {_TRACKING_S:.0f} s after the end; see {node.log}")
 
 
 @contextmanager

@@ -26,8 +26,8 @@ class Service:
         self._client, name = MlflowClient(), os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         experiment = self._client.get_experiment_by_name(name)
         place = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
-        if found := self._client.search_runs([place], f"tags.`{_TAG}` = '{run.id}'", max_results=1):
-            self._run = found[0].info.run_id
+        if runs := self._client.search_runs([place], f"tags.`{_TAG}` = '{run.id}'", max_results=1):
+            self._run = runs[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
             return
         self._run = self._client.create_run(place, run_name=run.name, tags={_TAG: run.id}).info.run_id
