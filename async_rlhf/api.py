@@ -57,10 +57,11 @@ _ARGUMENTS = {
 
 @dataclass(frozen=True, repr=False)
 class TrainResult:
-    """The result of a run. steps: done in all. `checkpoint` loads with `from_pretrained`."""
+    """The result of a run. `checkpoint` loads with `from_pretrained`."""
 
     run_dir: Path
     steps: int
+    """Steps done in all."""
     evaluations: list[dict[str, Any]]
     checkpoint: Path | None
     finished: bool

@@ -38,11 +38,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Reach:
-    """How far back a layer attends. window: so many positions, its own included. chunk: to the last multiple of so many.
-    Neither: to the beginning."""
+    """How far back a layer attends; without both limits, to the beginning."""
 
     window: int | None = None
+    """A number of positions, its own included."""
     chunk: int | None = None
+    """To the last multiple of this number."""
 
     def covers(self, query: Any, key: Any) -> Any:
         """Whether a layer looks back from one position to the other, of tensors that broadcast; True where it looks back to the

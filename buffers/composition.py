@@ -27,20 +27,20 @@ _MIN_STD = 1e-6
 
 @dataclass(frozen=True)
 class Composition:
-    """How the components, by name, make one reward.
-
-    weights: 1.0 where none is given. rule: the weighted values are summed or multiplied. gates: components that only open
-    or close: where one is not above 0 the reward is 0. clip: lowest and highest value, `reward` for the whole.
-    normalise: components that are measured in running standard deviations from their running mean. by_source: weights by the
-    `source` of a row, over those of `weights`.
-    """
+    """How the components, by name, make one reward."""
 
     weights: Mapping[str, float] = field(default_factory=dict)
+    """1.0 where none is given."""
     rule: Literal["sum", "product"] = "sum"
+    """Whether the weighted values are summed or multiplied."""
     gates: tuple[str, ...] = ()
+    """Components that only open or close: where one is not above 0 the reward is 0."""
     clip: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Lowest and highest value; `reward` clips the whole."""
     normalise: tuple[str, ...] = ()
+    """Components that are measured in running standard deviations from their running mean."""
     by_source: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Weights by the `source` of a row, over those of `weights`."""
 
     def of(self, columns: Mapping[str, Any]) -> Composition:
         """The rule for the rollouts of a row with these columns."""

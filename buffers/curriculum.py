@@ -60,10 +60,11 @@ def point(number: int) -> float:
 
 @dataclass
 class _Used:
-    """A place that was chosen at least once. easy: groups in a row that were."""
+    """A place that was chosen at least once."""
 
     uses: int = 0
     easy: int = 0
+    """Newest groups in a row that were easy."""
     rate: float | None = None
 
 

@@ -218,11 +218,11 @@ class Appending:
 
 @dataclass(frozen=True)
 class Format:
-    """newest: the format that this code writes. oldest: the oldest format that it reads."""
-
     what: str
     newest: int
+    """The format that this code writes."""
     oldest: int = 1
+    """The oldest format that it reads."""
 
     def check(self, number: object, path: Path | None = None) -> None:
         """Raises FormatError for a number that this code does not read."""

@@ -132,10 +132,10 @@ def _backwards(path: Path) -> Iterator[tuple[int, int, Line | None]]:
     """Where each line begins and ends, last to first, and its content: None for what is no line."""
     with path.open("rb") as file:
         end = None
-        for line in _line_ends(file):
+        for begin in _line_ends(file):
             if end is not None:
-                yield line, end, _line_at(file, line, end)
-            end = line
+                yield begin, end, _line_at(file, begin, end)
+            end = begin
         if end:
             yield 0, end, _line_at(file, 0, end)
 

@@ -36,16 +36,14 @@ MAX_LOGPROB = 1e-3
 
 @dataclass(frozen=True)
 class Span:
-    """`num_tokens` consecutive tokens that were sampled by weight set `version`; None: no model did, an environment gave them.
-
-    cache_version: the oldest weights that computed keys and values these tokens attended to; None: `version` did them all.
-    restarts: the row begins anew with these tokens: they are a whole prompt, and what follows reads nothing before them.
-    """
+    """`num_tokens` consecutive tokens that were sampled by weight set `version`; None: given by an environment."""
 
     version: int | None
     num_tokens: int
     cache_version: int | None = None
+    """The oldest weights that computed keys and values these tokens attended to; None: `version` did them all."""
     restarts: bool = False
+    """The row begins anew with these tokens: they are a whole prompt, and later tokens read nothing before them."""
 
 
 class Piece(NamedTuple):
@@ -66,47 +64,47 @@ class Piece(NamedTuple):
 class SamplingMask:
     """The tokens that could have been sampled, where the settings of sampling cut the others off.
 
-    A learner that evaluates a token under other weights must renormalise over the same tokens, or its ratio to the
-    behaviour log-probability compares two different distributions.
-    sizes: int32 [N], how many tokens each sampled token was one of. ids: int32 [sum of sizes], one after the other.
+    A learner that evaluates a token under other weights must renormalise over the same tokens, or its ratio to the behaviour
+    log-probability compares two different distributions.
     """
 
     sizes: Int32Array
+    """int32 [N], how many tokens each sampled token was one of."""
     ids: Int32Array
+    """int32 [sum of sizes], one after the other."""
 
 
 @dataclass(frozen=True)
 class Rollout:
     """One completion with everything observed while it was made.
 
-    Of an episode with an environment the completion is all turns, and between them what the environment answered: observations,
+    In an episode with an environment the completion is all turns, and between them the environment's answers: observations,
     which the model read and did not choose. Of its T tokens N were sampled; they alone have log-probabilities, versions and
     losses. An episode of several conversations, or whose chat template rewrites earlier messages, consists of several pieces:
-    between two of its turns stands the whole prompt of what follows. One whose first prompt differs from those of its group
-    begins with an observation: what of it stands behind the group's. Axes: T tokens behind the prompt, N sampled ones.
-
-    completion_ids: int32 [T] as the engine saw them, each turn with its end token where that was sampled; the last token was.
-    logprobs: float32 [N], log-probability of each sampled token under the distribution it was really sampled from.
-    spans: of the tokens in order; their lengths sum to T.
-    reference: float32 [N], log-probability of each sampled token under the frozen reference, at the same temperature and over
-        the same sampling mask; None where no actor computed it.
-    turn_scores: the environment's score of each turn but the last, which counts for those before it too; or an agent's of each
-        turn, which counts for that one. None where there is none; empty where there never is.
-    routing: uint8 or uint16 [P + R, layers, k], the experts of each position that a forward pass reads, P of the prompt and R
-        (`num_read`) behind it; None where no engine recorded them.
+    between two of its turns stands the whole prompt of the later one. If its first prompt differs from the group's, it begins
+    with an observation: the part of its prompt behind the group's. Axes: T tokens behind the prompt, N sampled ones.
     """
 
     completion_ids: Int32Array
+    """int32 [T] as the engine saw them, each turn with its end token where that was sampled; the last token was."""
     logprobs: Float32Array
+    """float32 [N], log-probability of each sampled token under the distribution it was really sampled from."""
     spans: tuple[Span, ...]
+    """Spans of the tokens in order; their lengths sum to T."""
     finish_reason: FinishReason
     scores: Mapping[str, Score] = field(default_factory=dict)
     text: str = ""
     timings: Mapping[str, float] = field(default_factory=dict)
     sampling_mask: SamplingMask | None = None
     reference: Float32Array | None = None
+    """float32 [N], log-probability of each sampled token under the frozen reference, at the same temperature and over the same
+    sampling mask; None where no actor computed it."""
     turn_scores: tuple[float | None, ...] = ()
+    """The environment's score of each turn but the last, which counts for those before it too; or an agent's of each turn,
+    which counts for that one. None where there is none; empty where there never is."""
     routing: RoutingArray | None = None
+    """uint8 or uint16 [P + R, layers, k], the experts of each position that a forward pass reads, P of the prompt and R
+    (`num_read`) behind it; None where no engine recorded them."""
 
     def __post_init__(self) -> None:
         ids = self.completion_ids
@@ -253,20 +251,19 @@ def _check_sampling_mask(sampling_mask: SamplingMask, ids: Int32Array) -> None:
 
 @dataclass(frozen=True)
 class Group:
-    """The rollouts of one prompt. `(number, attempt)` names the work; `number` fixes prompt and seeds.
-
-    prompt_ids: int32 [P]. columns: the prompt's row of the data set, kept for the record and the samples on disk.
-    sampling: how the completions were sampled.
-    """
+    """The rollouts of one prompt. `(number, attempt)` names the work; `number` fixes prompt and seeds."""
 
     number: int
     attempt: int
     prompt_ids: Int32Array
+    """int32 [P]."""
     rollouts: tuple[Rollout, ...]
     sampling: Sampling
+    """How the completions were sampled."""
     actor: str = ""
     prompt: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
+    """The prompt's row of the data set, kept for the record and the samples on disk."""
 
     def __post_init__(self) -> None:
         if self.number < 0 or self.attempt < 0:

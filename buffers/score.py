@@ -17,13 +17,13 @@ MAX_SCORE = 1e18
 class Score:
     """A value, not applicable (`Score()`), or failed for a reason.
 
-    A failed score is never a number: it is left out of every mean and counted. metrics: further finite numbers about the
-    completion, reported beside the reward and never trained on.
+    A failed score is never a number: it is left out of every mean and counted.
     """
 
     value: float | None = None
     failure: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further finite numbers about the completion, reported beside the reward and never trained on."""
 
     def __post_init__(self) -> None:
         if self.value is not None and self.failure is not None:

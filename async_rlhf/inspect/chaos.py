@@ -55,23 +55,23 @@ class FaultTarget(Protocol):
 
 @dataclass
 class FaultInjector:
-    """Injects `num_faults` while the run goes on. Owns one thread; on close every frozen process goes on.
-
-    processes: what runs now, by name. steps: how many steps were ever recorded (it never falls). num_long: how many of the
-    faults are long freezes, of `long_freeze_s` seconds (from, to). freeze_share: of the others, how many are short freezes.
-    agents: see `program.Launcher`. is_due: whether the fault of this number, from 0, is to come; without it, it comes after up
-    to two further steps.
-    """
+    """Injects `num_faults` while the run goes on. Owns one thread; on close every frozen process goes on."""
 
     processes: Callable[[], Mapping[str, FaultTarget]]
+    """The running processes by name."""
     steps: Callable[[], int]
+    """How many steps were ever recorded (it never falls)."""
     num_faults: int
     seed: int
     num_long: int = 0
+    """How many of the faults are long freezes, of `long_freeze_s` seconds (from, to)."""
     long_freeze_s: tuple[float, float] = _LONG_FREEZE_S
     freeze_share: float = _FREEZE_SHARE
+    """Share of short freezes among the other faults."""
     agents: Callable[[], Mapping[str, Callable[[], None]]] = dict
+    """See `program.Launcher`."""
     is_due: Callable[[int], bool] | None = None
+    """Whether the fault of this number, from 0, must come; without it a fault comes after up to two further steps."""
     faults: list[Fault] = field(default_factory=list)
 
     def __post_init__(self) -> None:

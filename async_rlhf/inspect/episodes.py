@@ -42,29 +42,29 @@ Write = Callable[[Content], str | None]
 
 @dataclass(frozen=True)
 class EpisodePart:
-    """A message of the environment, or a turn of the model. score: the environment's score of the turn before it; where an
-    agent or a model plays, of this one.
-
-    pieces: where a model plays, its tokens as text, those that are special apart: (text, whether it is a special token). anew:
-    tokens of the whole conversation, where the model read that instead of the content behind its turn.
-    """
+    """A message of the environment, or a turn of the model."""
 
     who: Literal["environment", "model"]
     content: Content
     score: float | None = None
+    """The environment's score of the turn before it; where an agent or a model plays, of this one."""
     pieces: Sequence[tuple[str, bool]] = ()
+    """Where a model plays, its tokens as text, special ones apart: (text, whether it is a special token)."""
     anew: int = 0
+    """Tokens of the whole conversation, where the model read that instead of the content behind its turn."""
 
 
 @dataclass(frozen=True)
 class EpisodeTrial:
-    """The record of one episode. end: why it ended; `left` where its player wrote no more. seconds: of each step of it."""
+    """The record of one episode."""
 
     row: int
     parts: Sequence[EpisodePart]
     end: str
+    """Why it ended; `left` where its player wrote no more."""
     score: Score | None
     seconds: Sequence[float] = field(default_factory=list)
+    """Duration of each step of the environment."""
 
     @property
     def num_turns(self) -> int:

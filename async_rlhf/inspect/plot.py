@@ -33,16 +33,16 @@ _EXTREMES = ("max", "longest", "largest")  # of a step; a mean of them means not
 
 @dataclass(frozen=True)
 class MetricPanel:
-    """One panel: metrics by their name in the legend, each with a line style of its own.
-
-    noisy: single steps say little, so the page draws a mean over neighbours too. floor, ceiling: of the scale, at least.
-    """
+    """One panel: metrics by their name in the legend, each with a line style of its own."""
 
     title: str
     metrics: dict[str, str] = field(default_factory=dict)
     noisy: bool = False
+    """Whether single steps say little, so that a mean over neighbours is drawn too."""
     floor: float | None = None
+    """The highest lower end of the scale."""
     ceiling: float | None = None
+    """The lowest upper end of the scale."""
 
 
 PANELS = (
@@ -76,10 +76,11 @@ _Lines = Mapping[str, Sequence[tuple[int, float]]]
 
 @dataclass(frozen=True)
 class _Pen:
-    """How the lines of a run look. width: in points."""
+    """How the lines of a run look."""
 
     colour: Any
     width: float
+    """In points."""
 
 
 def draw(readings: Sequence[Reading], out: Path) -> None:

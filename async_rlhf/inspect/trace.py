@@ -27,11 +27,12 @@ Event = dict[str, Any]
 
 
 class TracedSpan(NamedTuple):
-    """An activity of a process. began, ended: seconds since the epoch."""
+    """An activity of a process."""
 
     kind: str
     label: str
     began: float
+    """Seconds since the epoch, like `ended`."""
     ended: float
 
 

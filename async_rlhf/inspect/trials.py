@@ -44,12 +44,13 @@ _MADE_UP = "The answer is 42."
 
 @dataclass(frozen=True)
 class RewardTrial:
-    """One reward's result on the completions. seconds: durations of its calls. failures: counts by reason."""
+    """One reward's result on the completions."""
 
     name: str
     num_scored: int
     num_not_applicable: int
     failures: Mapping[str, int]
+    """Counts by reason."""
     mean: float | None
     std: float | None
     lowest: float | None
@@ -63,12 +64,12 @@ class RewardTrial:
 
 @dataclass(frozen=True)
 class TrialReport:
-    """`scores` has the scores of each completion, in the order of the data. wall_s: from the first call to the last answer."""
-
     rewards: Sequence[RewardTrial]
     num_completions: int
     wall_s: float
+    """From the first call to the last answer."""
     scores: Sequence[Mapping[str, Score]] = field(repr=False)
+    """The scores of each completion, in the order of the data."""
 
     @property
     def num_failed(self) -> int:

@@ -54,15 +54,14 @@ class Channel(Protocol):
 
 
 class Hosts(Protocol):
-    """Where agents can be had.
-
-    names: of the hosts of this run. here: what an agent on the supervisor's own machine calls its host. addresses: by which the
-    network knows the hosts.
-    """
+    """The places of agents."""
 
     names: tuple[str, ...]
+    """Names of this run's hosts."""
     here: str
+    """The name that an agent on the supervisor's own machine gives its host."""
     addresses: tuple[str, ...]
+    """The hosts' addresses in the network."""
 
     def connect(self, name: str) -> Channel:
         """An agent on this host. Raises OSError with the reason when there is none now."""
@@ -72,11 +71,12 @@ class Hosts(Protocol):
 
 @dataclass(frozen=True)
 class NodeFiles:
-    """The files that a node needs (see `orders.Start`). returns: name there -> file here to which it is appended."""
+    """The files that a node needs (see `orders.Start`)."""
 
     files: Mapping[str, Path]
     inline: Mapping[str, bytes] = field(repr=False)
     returns: Mapping[str, Path]
+    """Name there -> file here to which it is appended."""
 
 
 Pack = Callable[[Node, str], NodeFiles]

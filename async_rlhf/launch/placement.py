@@ -65,12 +65,7 @@ Devices = int | None
 
 @dataclass(frozen=True)
 class WantedNodes:
-    """The processes of a run, by what decides where they can be.
-
-    threads: of one process. evaluates_beside: evaluations are made while training goes on. learner_hosts: names, empty for
-    all; on CPUs, for the first. away: no actor is on the first host. actor_share: with `colocate`, the share of a
-    device's memory that an engine takes. strategy: None leaves every process every CPU.
-    """
+    """The processes of a run, by what decides where they can be. `*_threads` are those of one process."""
 
     ranks: int = 1
     rank_devices: Devices = 0
@@ -82,11 +77,16 @@ class WantedNodes:
     scorer_devices: Devices = 0
     evaluation_devices: Devices = 0
     evaluates_beside: bool = False
+    """Evaluations are made while training goes on."""
     learner_hosts: tuple[str, ...] = ()
+    """Names, empty for all; on CPUs, for the first."""
     away: bool = False
+    """No actor is on the first host."""
     colocate: bool = False
     actor_share: float = 0.5
+    """With `colocate`, the share of a device's memory that an engine takes."""
     strategy: Strategy | None = None
+    """None leaves every process every CPU."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Placement:
-    """slots: by the names of nodes. evaluation_waits: its devices are those of other processes, which must have ended."""
-
     slots: Mapping[str, Slot]
+    """By the names of nodes."""
     evaluation_waits: bool = False
+    """Its devices are those of other processes, which must have ended."""
 
     @property
     def num_actors(self) -> int:

@@ -11,21 +11,21 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Node:
-    """One process of the run: `async_rlhf.run.processes.roles` with ROLE RUN_DIR *arguments, logging to `log`.
-
-    arguments: those of a node on another host may name `sockets.ON_HOST`. host: where it runs; empty is the supervisor's own.
-    devices: the accelerators of that host that it may see, by number; None leaves them as the launcher finds them. cpus: those
-    that it may use, by number (`machine`); None: all. threads: of its computations; None: as the configuration says.
-    """
+    """One process of the run: `async_rlhf.run.processes.roles` with ROLE RUN_DIR *arguments, logging to `log`."""
 
     name: str
     role: str
     arguments: tuple[str, ...]
+    """On another host they may name `sockets.ON_HOST`."""
     log: Path
     host: str = ""
+    """The name of its host; empty for the supervisor's own."""
     devices: tuple[int, ...] | None = None
+    """The accelerators of that host that it may see, by number; None leaves them as the launcher finds them."""
     cpus: tuple[int, ...] | None = None
+    """The CPUs that it may use, by number (`machine`); None: all."""
     threads: int | None = None
+    """The threads of its computations; None: as the configuration says."""
 
 
 _TITLE = "async-rlhf:"

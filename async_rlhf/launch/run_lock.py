@@ -34,10 +34,11 @@ _MIN_BYTES, _MAX_BYTES = 256, 4096
 
 @dataclass(frozen=True)
 class LockHolder:
-    """The process that took the lock. pid: its number on its host."""
+    """The process that took the lock."""
 
     host: str
     pid: int
+    """Its number on its host."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on host {self.host}"

@@ -40,20 +40,21 @@ MAX_LOSSES = 6
 
 @dataclass(frozen=True)
 class QueueEntry:
-    """A run of the queue. reason: why it is in this state, where that is not plain. drain_sent: it was requested to end, once.
-
-    losses: lives in a row that were lost without a new step. steps: those done when it was started last. cwd: where it was
-    submitted from, for rewards that are named by import path.
-    """
+    """A run of the queue."""
 
     number: int
     name: str
     state: State = "waiting"
     reason: str = ""
+    """Why it is in this state, where that is not plain."""
     drain_sent: bool = False
+    """It was requested to end, once."""
     losses: int = 0
+    """Lives in a row that were lost without a new step."""
     steps: int = 0
+    """Steps done when it was started last."""
     cwd: str = ""
+    """Where it was submitted from, for rewards that are named by import path."""
 
     @property
     def is_active(self) -> bool:
@@ -62,28 +63,36 @@ class QueueEntry:
 
 @dataclass(frozen=True)
 class RecordedEnd:
-    """The end that a run has recorded. finished: nothing is left to train on. failed: why, where an error ended it."""
+    """The end that a run has recorded."""
 
     finished: bool = False
+    """Nothing is left to train on."""
     failed: str = ""
+    """Why, where an error ended it."""
 
 
 @dataclass(frozen=True)
 class SeenRun:
-    """The observed state of an active entry. alive: a process of it. ended: None where no end was recorded. steps: done."""
+    """The observed state of an active entry."""
 
     alive: bool
+    """Whether a process of it lives."""
     ended: RecordedEnd | None = None
+    """None where no end was recorded."""
     steps: int = 0
+    """Steps done."""
 
 
 @dataclass(frozen=True)
 class QueuePlan:
-    """entries: all of them, as they are to be. start: numbers, in order; they are `running` in entries. drain: to end."""
+    """The next states of the queue, and the actions that lead to them."""
 
     entries: tuple[QueueEntry, ...]
+    """All entries, in their next states."""
     start: tuple[int, ...] = ()
+    """Numbers of runs to start, in order; they are `running` in entries."""
     drain: tuple[int, ...] = ()
+    """Numbers of runs to end."""
 
 
 def requested(entry: QueueEntry, what: Request) -> QueueEntry | None:

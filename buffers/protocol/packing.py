@@ -109,21 +109,24 @@ class GroupSchema:
 
     A group that the learner cannot read, or would train on wrongly, must not enter: batches are repeated unchanged, so it would
     end the learner at every start.
-    vocabulary: rows of the model's embedding; token ids are below. max_completion_length: of all behind a prompt.
-    environment: whether there is one, whose observations may stand between turns. splits: whether they may begin a row anew.
-    calls: whether it is an agent, whose conversations do that too, and whose first prompts may go on behind the group's.
-    routing: of the model, None where nothing is recorded of it."""
+    """
 
     group_size: int
     vocabulary: int
+    """Rows of the model's embedding; token ids are below."""
     max_prompt_length: int
     max_completion_length: int
+    """Limit of all tokens behind a prompt."""
     rewards: frozenset[str]
     sampling: Sampling
     environment: bool = False
+    """Whether there is one, whose observations may stand between turns."""
     splits: bool = False
+    """Whether observations may begin a row anew."""
     calls: bool = False
+    """Whether it is an agent, whose conversations do that too, and whose first prompts may go on behind the group's."""
     routing: Routing | None = None
+    """The model's routing, None where nothing is recorded of it."""
 
     def check(self, header: GroupHeader, ids: Int32Array, routing: RoutingArray | None) -> None:
         """ids: the prompt's and the completions'. Raises WireError (`schema`): what, the value, the limit."""

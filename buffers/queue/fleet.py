@@ -34,14 +34,7 @@ class Credit:
 
 @dataclass
 class Actor:
-    """One actor: how many groups it can hold, the weights it serves (learner fence, version), when its last message came.
-
-    life: names its process. identity: its connection. telemetry: its counters and gauges. announced: the weights that it was
-    last given to adopt. behind_since: since when it serves others than those and has adopted nothing. device: its part in the
-    device channel. stuck: groups that it made no progress with for too long, and how far they were; it is given nothing while
-    it holds one that has not moved since. doubted: it has made no progress with anything since such a group; it may be all of
-    the actor that is stuck, so it is given nothing that another has room for.
-    """
+    """One actor: how many groups it can hold, the weights it serves (learner fence, version), when its last message came."""
 
     capacity: int
     fence: int
@@ -49,15 +42,26 @@ class Actor:
     last_seen: float
     leases: dict[int, Credit] = field(default_factory=dict)
     life: str = ""
+    """Names its process."""
     identity: bytes = b""
+    """Names its connection."""
     telemetry: Mapping[str, float] = field(default_factory=dict)
+    """Its counters and gauges."""
     announced: tuple[int, int] | None = None
+    """The weights that it was last told to adopt."""
     behind_since: float | None = None
+    """Since when it serves others than those and has adopted nothing."""
     stuck: dict[int, int] = field(default_factory=dict)
+    """Groups without progress for too long, and how far they were. It gets nothing while it holds one that has not moved
+    since."""
     doubted: bool = False
+    """It has made no progress since such a group. All of it may be stuck, so it gets nothing that another has room for."""
     device: EngineDevice | None = None
-    _moved: dict[int, tuple[int, float]] = field(default_factory=dict)  # number -> amount, and since when it is that
-    _works_on: dict[int, int] = field(default_factory=dict)  # by its own account: number -> amount
+    """Its part in the device channel."""
+    _moved: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """number -> amount, and since when it is that"""
+    _works_on: dict[int, int] = field(default_factory=dict)
+    """number -> amount, as it reports"""
 
     def has_room(self, number: int, suspects: AbstractSet[int]) -> bool:
         """Whether it can take one more. A suspect is made alone: only then does losing it prove anything."""

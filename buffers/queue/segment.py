@@ -127,11 +127,11 @@ def whole_records(data: bytes, start: int) -> Iterator[tuple[int, Record]]:
     at = start
     while (match := _KINDS.search(data, at)) is not None:
         at = match.start()
-        if (record := parse(data, at)) is None:
+        if (parsed := parse(data, at)) is None:
             at += 1
         else:
-            yield at, record[0]
-            at = record[1]
+            yield at, parsed[0]
+            at = parsed[1]
 
 
 def records(directory: Path) -> Iterator[PutRecord | TakeRecord]:

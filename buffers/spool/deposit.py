@@ -28,11 +28,12 @@ MAX_PUT_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Deposited:
-    """The result of one `put`. file: its name in the spool, empty when there was no row."""
+    """The result of one `put`."""
 
     rows: int
     num_bytes: int
     file: str
+    """Its name in the spool, empty when there was no row."""
 
 
 def is_ready(name: str) -> bool:

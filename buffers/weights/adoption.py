@@ -37,10 +37,9 @@ class Stored(Protocol):
 
 
 class AdoptionStep(NamedTuple):
-    """target: what the actor should serve; None while no version is published."""
-
     state: Adoption
     target: Version | None
+    """The version that the actor should serve; None while no version is published."""
 
 
 def adoption_of(name: str, actor: Actor, admission: Admission, stored: Stored) -> AdoptionStep:

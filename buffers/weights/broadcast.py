@@ -33,10 +33,10 @@ Member = tuple[str, str]
 
 @dataclass(frozen=True)
 class Epoch:
-    """id: (fence, number). members: by rank, from 1 on."""
-
     id: tuple[int, int]
+    """(fence, number)."""
     members: tuple[Member, ...]
+    """By rank, from 1 on."""
 
 
 class Membership:

@@ -42,20 +42,20 @@ _JOIN = 70
 class Packing:
     """How rows become micro-batches: at most `micro_batch_tokens` padded tokens each, but one prompt at least with one
     completion, and beside a prompt with as many tokens of its completions.
-
-    row_tokens: most tokens of a prompt with several of its completions, None for as many as that. token_cost: in pairs, as
-    `config.token_cost`. whole_groups: a group is in one micro-batch, however many tokens it has. sampling_masks: False
-    evaluates the whole vocabulary, also where sampling was cut off. recorded_references: log-probabilities under the reference
-    come from the rollouts, which all have them.
     """
 
     micro_batch_tokens: int
     sharing: Sharing = "blocks"
     row_tokens: int | None = None
+    """Most tokens of a prompt with several of its completions, None for as many as that."""
     token_cost: float = math.inf
+    """In pairs, as `config.token_cost`."""
     whole_groups: bool = False
+    """A group is in one micro-batch, however many tokens it has."""
     sampling_masks: bool = True
+    """False evaluates the whole vocabulary, also where sampling was cut off."""
     recorded_references: bool = False
+    """Log-probabilities under the reference come from the rollouts, which all have them."""
 
     def room(self, row: BatchRow) -> float:
         """Tokens of several completions beside their prompt."""
@@ -227,16 +227,17 @@ def _tensors(rows: Sequence[BatchRow], packing: Packing) -> MicroBatch:
 
 @dataclass
 class _TokenLayout:
-    """Where each token of a micro-batch stands: int64 [R, L] of ids and positions, filled up to `end` of them, flattened. own,
-    of_prompts: blocks of attention, of pieces to themselves and of completions to the prompt they share. experts: as
-    `PolicyInputs.experts_PMk`."""
+    """The place of each token of a micro-batch: int64 [R, L] of ids and positions, filled up to `end` of them, flattened."""
 
     ids: np.ndarray
     positions: np.ndarray
     end: int = 0
     own: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """Blocks of attention of pieces to themselves."""
     of_prompts: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """Blocks of attention of completions to the prompt they share."""
     experts: np.ndarray | None = None
+    """As `PolicyInputs.experts_PMk`."""
 
     def add(self, row: BatchRow, shares: bool) -> list[np.ndarray]:
         """From here on, with a row for each piece that begins anew where completions do not share theirs. Returns of each

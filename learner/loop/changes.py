@@ -47,33 +47,30 @@ class _ChangeLine(BaseModel):
 
 
 class ChangeRequest(_ChangeLine):
-    """values: old and new one by dotted key of the configuration. Numbers count from 1."""
-
     kind: Literal["asked"] = "asked"
     number: Count
+    """Counted from 1."""
     values: dict[str, tuple[Any, Any]]
+    """Old and new value by dotted key of the configuration."""
 
 
 class Applied(_ChangeLine):
-    """step: the first that is made with it, counted from 1."""
-
     kind: Literal["applied"] = "applied"
     number: Count
     step: Count
+    """The first step that is made with it, counted from 1."""
 
 
 class ReachedStep(_ChangeLine):
-    """step: the highest that the learner's past lives recorded."""
-
     kind: Literal["reached"] = "reached"
     step: Count
+    """The highest step that the learner's past lives recorded."""
 
 
 class Undone(_ChangeLine):
-    """step: the last that still counts."""
-
     kind: Literal["undone"] = "undone"
     step: Count
+    """The last step that still counts."""
 
 
 Line = ChangeRequest | Applied | ReachedStep | Undone

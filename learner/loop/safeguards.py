@@ -127,13 +127,13 @@ class Safeguards:
 
 
 class _Limit(NamedTuple):
-    """sign: with +1 a value above the limit is beyond it, with -1 one below. setting: that is named with it."""
-
     name: str
     value: float
     limit: float
     sign: int
+    """With +1 a value above the limit is beyond it, with -1 one below."""
     setting: str = ""
+    """The setting that the message names."""
 
     def excess(self) -> float:
         return self.sign * (self.value - self.limit)

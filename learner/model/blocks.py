@@ -35,14 +35,14 @@ Span = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """[query, end) attend to [key, stop). bias: [1, 1, Q, K] as `attention_bias`; None where all keys are seen, or all before
-    where these are the queries."""
+    """[query, end) attend to [key, stop)."""
 
     query: int
     end: int
     key: int
     stop: int
     bias: Tensor | None
+    """[1, 1, Q, K] as `attention_bias`; None where all keys are seen, or all before where these are the queries."""
 
     @property
     def is_own(self) -> bool:

@@ -28,14 +28,17 @@ _NAME = "ulysses"
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's share of a micro-batch. own: its positions and the M tokens they predict. blocks_B4, positions_RL: of whole
-    rows, padded to a multiple of n. index_M: the M tokens' indices in the micro-batch; num_tokens: N."""
+    """One rank's share of a micro-batch."""
 
     own: PolicyInputs
+    """Its positions and the M tokens they predict."""
     blocks_B4: Tensor
+    """Blocks of whole rows, which are padded to a multiple of n, as are `positions_RL`."""
     positions_RL: Tensor
     index_M: Tensor
+    """The M tokens' indices in the micro-batch."""
     num_tokens: int
+    """N."""
 
     @classmethod
     def of(cls, batch: MicroBatch, rank: int, size: int) -> Share:

@@ -28,31 +28,30 @@ Rewards = Sequence[Sequence[float | None]]
 
 @dataclass(frozen=True)
 class PolicyEvaluation:
-    """An evaluation of one completion before the first update of a step; float32 [T], None for values the run does not need.
-
-    logp_proximal: under the learner's own policy. logp_reference: under the frozen reference. value: the critic's
-    estimate of the return from just before each token on. energy: |d log p / dz|^2 of each token, z the logits.
-    """
+    """An evaluation of one completion before the first update of a step; float32 [T], None for values the run does not need."""
 
     logp_proximal: Float32Array
+    """Under the learner's own policy."""
     logp_reference: Float32Array | None = None
+    """Under the frozen reference."""
     value: Float32Array | None = None
+    """The critic's estimate of the return from just before each token on."""
     energy: Float32Array | None = None
+    """|d log p / dz|^2 of each token, z the logits."""
 
 
 @dataclass(frozen=True)
 class TokenTargets:
-    """Targets of one completion's tokens, where a number per completion is not enough; float32 [T].
-
-    observed: None where the step asked for no evaluation. advantage replaces the completion's own. mask multiplies weights, and
-    leaves tokens of 0 out of numerators only: it comes from corrections that look at the whole batch. returns are what the
-    critic is fitted to.
-    """
+    """Targets of one completion's tokens, where a number per completion is not enough; float32 [T]."""
 
     observed: PolicyEvaluation | None = None
+    """None where the step requested no evaluation."""
     advantage: Float32Array | None = None
+    """Replaces the completion's own advantage."""
     mask: Float32Array | None = None
+    """Multiplies weights, and leaves tokens of 0 out of numerators only: it comes from corrections over the whole batch."""
     returns: Float32Array | None = None
+    """The critic is fitted to them."""
 
     def named(self) -> dict[str, Float32Array]:
         """The values beside the advantage that are not None, under a micro-batch's names."""

@@ -39,11 +39,11 @@ _READ = {
 
 @dataclass(frozen=True)
 class Law:
-    """holds: None where it does not apply. detail: the number behind it, or the error."""
-
     name: str
     holds: bool | None
+    """None where it does not apply."""
     detail: str
+    """The number behind it, or the error."""
 
 
 @dataclass(frozen=True)

@@ -54,10 +54,10 @@ class Every:
 
 
 class ProcessEnd(NamedTuple):
-    """code: as `Process.poll` returns it. reason: why, by the process's own account; empty where it gave none."""
-
     code: int
+    """As `Process.poll` returns it."""
     reason: str
+    """The process's own reason; empty where it gave none."""
 
 
 @dataclass

@@ -41,10 +41,12 @@ _MAX_KILLED = 3
 
 @dataclass(frozen=True)
 class Due:
-    """An evaluation to be made. label: `start`, `step`, or `end`. step: after which the weights are as they are evaluated."""
+    """An evaluation to be made."""
 
     label: str
+    """`start`, `step`, or `end`."""
     step: int
+    """The weights after this step are evaluated."""
 
     def __str__(self) -> str:
         return f"step {self.step}" if self.label == "step" else f"the {self.label}"
