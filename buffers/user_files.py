@@ -145,8 +145,8 @@ class _Import:
         """Whether this name is a module of the folder's, and not the same by Python's path: then it is left to that."""
         if f"{self._folder}.{top}" in sys.modules:
             return True
-        spec = PathFinder.find_spec(top, [self._place]) if top and top not in _NEVER_OWN else None
-        if spec is None or BuiltinImporter.find_spec(top) or FrozenImporter.find_spec(top):
+        own = PathFinder.find_spec(top, [self._place]) if top and top not in _NEVER_OWN else None
+        if own is None or BuiltinImporter.find_spec(top) or FrozenImporter.find_spec(top):
             return False
         elsewhere = None
         with suppress(ValueError):  # of a module that was made, not found
@@ -154,7 +154,7 @@ class _Import:
         if elsewhere is None:
             return True
         # A folder without an __init__.py is a package where there is no other.
-        return not _files(spec) <= _files(elsewhere) and (spec.origin is not None or elsewhere.origin is None)
+        return not _files(own) <= _files(elsewhere) and (own.origin is not None or elsewhere.origin is None)
 
 
 def _files(spec: ModuleSpec) -> set[str]:
