@@ -109,7 +109,7 @@ def train(
     Raises ConfigError before any process starts, and what ended the run otherwise (see `async_rlhf.launch.exit_codes`).
     """
     if on_step is not None and not callable(on_step):
-        raise ConfigError(f"on_step: a function of a step's record was expected, got {on_step!r:.80}")
+        raise ConfigError(f"on_step must be a function of a step's record, got {on_step!r:.80}")
     warm()
     of_run = _resolved(config, data, rewards, loss, advantage, environment, overrides, resume)
     with of_run as (resolved, rows, variables):
@@ -336,7 +336,7 @@ def _resolved(
     until the block ends. Errors of the block, too, name arguments of `train` where they name flags of the command line."""
     try:
         if not isinstance(overrides, Mapping | None):
-            raise ConfigError(f"overrides: values by their keys were expected, {{'max_steps': 3}}, got {overrides!r:.80}")
+            raise ConfigError(f"overrides must be a dictionary such as {{'max_steps': 3}}, got {overrides!r:.80}")
         changed, own_rewards = dict(overrides or {}), dict[str, Callable[..., Any]]()
         if rewards is not None:
             changed["rewards.functions"], own_rewards = split(rewards)
@@ -368,9 +368,7 @@ def in_python(message: str) -> str:
 def _importable(section: str, key: str, function: Callable[..., Any]) -> str:
     """The name by which another process imports it. Raises ConfigError."""
     if not callable(function):
-        raise ConfigError(
-            f"{section}: a function was expected, got {function!r:.80}; a name is given as overrides={{'{key}': ...}}"
-        )
+        raise ConfigError(f"{section} must be a function, got {function!r:.80}; give a name as overrides={{'{key}': ...}}")
     try:
         return spec_of(function)
     except RewardError as error:

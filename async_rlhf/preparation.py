@@ -63,9 +63,9 @@ def prepare(
         none = config.evaluation.model_copy(update={"at_start": False, "at_end": False})
         config = config.model_copy(update={"evaluation": none})
     if from_step is not None and not resume:
-        raise ConfigError(f"--from-step {from_step} goes on with a run that exists: give --resume too")
+        raise ConfigError(f"--from-step {from_step} continues an existing run: give --resume too")
     if overwrite and resume:
-        raise ConfigError("--overwrite removes the run that --resume continues: give one of them")
+        raise ConfigError("--overwrite removes the run that --resume continues: give only one of them")
     if resume:
         _check_steps(config, from_step)
         check_resumed(RunDir.existing(config.run_dir), config)
@@ -130,16 +130,16 @@ def _startable(config: Config, inventory: Inventory, hosts: Sequence[str]) -> tu
     of_memory = check_memory(config, inventory, placement)
     if elsewhere := sorted({slot.host for slot in placement.slots.values()} - {"", *hosts}):
         raise ConfigError(
-            f"[[placement.hosts]] names {', '.join(elsewhere)}, where processes are to run, and launch.kind = "
-            f"{config.launch.kind!r} reaches {', '.join(hosts) or 'this machine only'}; list those, or no host"
+            f"[[placement.hosts]] places processes on {', '.join(elsewhere)}, but launch.kind = {config.launch.kind!r} reaches "
+            f"{', '.join(hosts) or 'this machine'} only; list reachable hosts, or none"
         )
     meeting_address(config, placement)
     anywhere = ("actor-", "scorer-", "relay-", "learner-rank-")
     only_here = [name for name, slot in placement.slots.items() if slot.host and not name.startswith(anywhere)]
     if only_here:
         raise ConfigError(
-            f"{only_here[0]} is placed on {placement.slots[only_here[0]].host}: it runs on this machine; list as many of its "
-            "devices as it needs, or leave evaluations out (evaluation.every, at_start, at_end)"
+            f"{only_here[0]} is placed on {placement.slots[only_here[0]].host}, but can run on this machine only; list as many "
+            "devices of this machine as it needs, or leave evaluations out (evaluation.every, at_start, at_end)"
         )
     return placement, of_memory
 
@@ -161,7 +161,7 @@ def _check_steps(config: Config, from_step: int | None) -> None:
     last = None if newest_line is None else line_of_step(metrics, done)
     if last is not None and (ended := config.budget.ended(Spent.before(last))):
         raise ConfigError(
-            f"{ended} before step {done}, the last of run directory {str(config.run_dir)!r}: give more of it{back}"
+            f"{ended} before step {done}, the last of run directory {str(config.run_dir)!r}: raise that limit{back}"
         )
 
 
@@ -222,8 +222,7 @@ def rows_of(config: Config, data: Iterable[Any] | None, resume: bool) -> Rows:
         return load_rows(config.data, data)
     if data is not None and not kept.is_from(load_rows(config.data, data)):
         raise ConfigError(
-            f"run directory {str(config.run_dir)!r} began with other rows than those that are given; give the same, or none: a "
-            "run keeps its rows"
+            f"run directory {str(config.run_dir)!r} began with other rows, and a run keeps its rows; give the same or none"
         )
     training, held_out = map(list, kept.rows)  # every row is looked at, several times
     return training, held_out

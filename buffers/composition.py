@@ -59,7 +59,9 @@ class Composition:
                 )
         for name, (low, high) in self.clip.items():
             if not low < high:
-                raise ConfigError(f"rewards.clip.{name} = [{low:g}, {high:g}] leaves nothing between; the first must be lower")
+                raise ConfigError(
+                    f"rewards.clip.{name} = [{low:g}, {high:g}] is an empty range; the first number must be lower"
+                )
         if self.gates and set(self.gates) == set(known):
             raise ConfigError("rewards.gates names every reward: a gate only opens or closes; name one that is counted")
 

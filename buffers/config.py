@@ -48,7 +48,7 @@ class Section(BaseModel):
         if value == "none" and type(None) in get_args(kind):
             return None
         if _holds_truth(value) and not _takes_truth(kind):
-            raise ValueError("it takes no true or false")
+            raise ValueError("it cannot be true or false")
         return (value,) if isinstance(value, str) and kind == tuple[str, ...] else value
 
 

@@ -31,8 +31,8 @@ def load_whole(kind: Any, directory: Path, **options: Any) -> Any:
     model, report = from_pretrained(kind, directory, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     if wrong := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
         raise ConfigError(
-            f"no tensor {wrong[0]!r} of the shape that config.json asks for is in its files ({len(wrong)} such tensors); "
-            "copy it again from where it came"
+            f"its files have no tensor {wrong[0]!r} of the shape in config.json ({len(wrong)} such tensors); "
+            "copy the model again from its source"
         )
     if "gguf_file" not in options:  # which says of each tensor how it is packed
         check_numbers(directory)
@@ -55,7 +55,7 @@ def check_numbers(directory: Path) -> None:
             with safe_open(path, framework="numpy") as file:
                 kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  no mapping
         except (OSError, SafetensorError) as error:
-            raise ConfigError(f"model file {str(path)!r} cannot be used: {error}. Copy it again from where it came") from error
+            raise ConfigError(f"model file {str(path)!r} cannot be used: {error}. Copy it again from its source") from error
         for name, kind in kinds.items():
             if kind.startswith(("I8", "F8_", "F6_", "F4")) or (kind[0] in "IU" and name.endswith("weight")):
                 raise ConfigError(
@@ -74,8 +74,8 @@ def check_language_model(directory: Path, where: str) -> None:
 
     if (kind := str(described.get("model_type"))) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(
-            f"{where} = {str(directory)!r} is of model type {kind!r}, which reads more than text, and transformers loads no "
-            "language model of it (AutoModelForCausalLM). Save its language model by itself, or choose one that is"
+            f"{where} = {str(directory)!r} is of model type {kind!r}, which reads more than text, and transformers cannot load "
+            "it as a language model (AutoModelForCausalLM). Save its language model alone, or choose a text model"
         )
 
 
@@ -129,8 +129,8 @@ def check_stop_strings(stop: Sequence[str], model: Path) -> None:
     for token in _special_tokens(model):
         if hidden := next((text for text in stop if token in text), None):
             raise ConfigError(
-                f"stop string {hidden!r} never comes: {token!r} is a special token of the model, which is left out of the text "
-                "of a completion. End tokens end it without being named; take a text the model writes out"
+                f"stop string {hidden!r} never comes: {token!r} is a special token of the model, and completions leave "
+                "special tokens out. End tokens end a completion anyway; choose a text that the model writes"
             )
 
 

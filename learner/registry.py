@@ -130,7 +130,7 @@ def declared(decorator: Decorator, kind: str) -> Declared:
     try:
         spec, taken = _spec(decorator, words), parameters(node, tree)
         if "top_k" in getattr(spec, "needs", ()) and "top_k" not in taken:
-            raise ConfigError('needs = ("top_k",): it says of how many tokens by a parameter, as in *, top_k: int = 32')
+            raise ConfigError('needs = ("top_k",): add a parameter for the number of tokens, such as *, top_k: int = 32')
     except ConfigError as error:
         raise ConfigError(f"{decorator}.kind = {kind!r}: {error}") from error
     return Declared(spec, taken)
@@ -166,9 +166,7 @@ def check_kind(kind: str, decorator: Decorator) -> str:
     """Raise ValueError for a name that is neither shipped nor a user's own."""
     if kind in shipped(decorator) or all(kind.rpartition(":")[::2]):
         return kind
-    raise ValueError(
-        f"{kind!r} is none of {', '.join(shipped(decorator))} and names no 'file.py:name' or 'package.module:name'"
-    )
+    raise ValueError(f"{kind!r} is none of {', '.join(shipped(decorator))}, and not a 'file.py:name' or 'package.module:name'")
 
 
 def _spec(decorator: Decorator, words: Mapping[str, Any], *bare: Any) -> LossSpec | AdvantageSpec:

@@ -89,7 +89,7 @@ def draw(readings: Sequence[Reading], out: Path) -> None:
     Raises ConfigError for another format, without matplotlib, and when no run has done a step.
     """
     if out.suffix not in _FORMATS:
-        raise ConfigError(f"--out {str(out)!r}: a picture is written as {' or '.join(_FORMATS)}, by the end of its name")
+        raise ConfigError(f"--out {str(out)!r}: the name of a picture must end in {' or '.join(_FORMATS)}")
     runs = [reading.run for reading in readings]
     drawn = [
         Curves(name, reading.steps.drawn(), reading.run.read_evaluations(), reading.changed())

@@ -260,7 +260,7 @@ def _groups(objects: Sequence[Mapping[str, Any]], limit: int | None) -> list[lis
         lists = {name: shared.pop(name) for name in _OF_MEMBERS if isinstance(shared.get(name), list)}
         if not isinstance(several, list) or any(len(each) != len(several) for each in lists.values()):
             raise ConfigError(
-                f"object {number + 1} of the data: 'completions' is a list, and so long are {', '.join(_OF_MEMBERS)}"
+                f"object {number + 1} of the data: 'completions' must be a list, as long as {', '.join(_OF_MEMBERS)}"
             )
         fields = [{name: values[i] for name, values in lists.items()} for i in range(len(several))]
         groups.append([{**shared, **fields[i], "completion": completion} for i, completion in enumerate(several)])

@@ -104,8 +104,8 @@ def visible(devices: tuple[int, ...] | None, environment: Mapping[str, str]) -> 
         words = _words(shown)
         if beyond := [device for device in devices if device >= len(words)]:
             raise ConfigError(
-                f"device {beyond[0]} of this machine is to be used, and {_CUDA} = {shown!r} shows {len(words)} devices, from 0 "
-                "on; unset it, or let [placement] say fewer"
+                f"the run needs device {beyond[0]} of this machine, but {_CUDA} = {shown!r} shows {len(words)} devices (from "
+                "0); unset it, or set fewer devices in [placement]"
             )
         names = [words[device] for device in devices]
     return {_CUDA: ",".join(names)}
@@ -125,8 +125,8 @@ def machine_cpus(cpus: tuple[int, ...]) -> set[int]:
     usable = sorted(os.sched_getaffinity(0))
     if beyond := [cpu for cpu in cpus if cpu >= len(usable)]:
         raise ConfigError(
-            f"CPU {beyond[0]} of this machine is to be used, and the run may use {len(usable)} of it, from 0 on; let "
-            f"placement.hosts say cpus = {len(usable)}, or leave it out"
+            f"the run needs CPU {beyond[0]} of this machine, but may use only {len(usable)} (from 0); set cpus = {len(usable)} "
+            "in placement.hosts, or leave it out"
         )
     return {usable[cpu] for cpu in cpus}
 

@@ -215,9 +215,9 @@ def _evaluation(wanted: WantedNodes, rooms: _FreeDevices, *, waits: bool) -> Slo
         return Slot("", ())
     if not enough:
         raise ConfigError(
-            f"evaluations while training goes on (evaluation.every) need {count} devices of one host of their own; beside the "
-            f"learner there are {rooms.there('evaluation')}; set evaluation.every = 0, and the start and the end are evaluated "
-            "when the run's processes have ended, or placement.colocate = true"
+            f"evaluations during training (evaluation.every) need {count} devices of their own on one host; beside the learner "
+            f"there are {rooms.there('evaluation')}. Set evaluation.every = 0 (start and end are then evaluated when the run's "
+            "processes have ended), or placement.colocate = true"
         )
     if waits:
         return Slot(rooms.node_host(enough[0]), tuple(range(count)))

@@ -176,8 +176,8 @@ def join(address: str, setting: str, *, or_local: bool = False) -> None:
         )
     if address.startswith("ray://"):
         raise ConfigError(
-            f"{setting} = {address!r} is a Ray Client's: run the command on a node of the cluster (ray job submit does), "
-            f"with {setting} = 'auto' or IP:PORT of the head"
+            f"{setting} = {address!r} is a Ray Client address: run the command on a node of the cluster (as ray job submit "
+            f"does), with {setting} = 'auto' or IP:PORT of the head"
         )
     if address != "auto":
         host, _, port = address.rpartition(":")

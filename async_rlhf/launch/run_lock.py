@@ -72,8 +72,8 @@ class RunLock:
                 )
             if waited_s >= wait_s:
                 raise ConfigError(
-                    f"run {str(path.parent)!r} is still held {wait_s:.0f} s after its start by processes of an earlier one: "
-                    f"{_left(path)}. They end by themselves unless they are frozen; end them (kill -9 PROCESS) and try again"
+                    f"processes of an earlier start still hold run {str(path.parent)!r} after {wait_s:.0f} s: {_left(path)}. "
+                    "They end by themselves unless they are frozen; end them (kill -9 PROCESS) and try again"
                 )
             time.sleep(_LOOK_S)
 

@@ -50,8 +50,8 @@ def socket_root(room: int = _ROOM) -> Path:
         if root.isprintable() and len(os.fsencode(root)) <= LONGEST - room and os.access(root, os.W_OK | os.X_OK):
             return Path(root)
     raise ConfigError(
-        f"TMPDIR = {folder!r} has {len(os.fsencode(folder))} bytes, and sockets need one of at most {LONGEST - room} that can "
-        "be printed; /tmp cannot be written. Set TMPDIR to a shorter directory"
+        f"TMPDIR = {folder!r} has {len(os.fsencode(folder))} bytes; sockets need a printable path of at most {LONGEST - room}, "
+        "and /tmp cannot be written. Set TMPDIR to a shorter directory"
     )
 
 
@@ -135,7 +135,7 @@ def free_port(address: str) -> int:
 def _of_interface(name: str) -> str:
     interfaces = psutil.net_if_addrs()
     if name not in interfaces:
-        raise ConfigError(f"launch.interface = {name!r}: there is none; {did_you_mean(name, interfaces)}")
+        raise ConfigError(f"launch.interface = {name!r}: no such interface; {did_you_mean(name, interfaces)}")
     for address in interfaces[name]:
         if address.family == socket.AF_INET:
             return str(address.address)

@@ -55,7 +55,7 @@ def push(target: Path, name: str, how: How, say: Callable[[str], None]) -> None:
     Raises ConfigError before anything is contacted, DamagedError, and AsyncRLHFError for what the Hub refuses.
     """
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} is no name of a repository; give OWNER/NAME, of letters, digits, '.', '_' and '-'")
+        raise ConfigError(f"{name!r} is not a repository name; give OWNER/NAME of letters, digits, '.', '_' and '-'")
     run, checkpoint = _found(target)
     verified(checkpoint)
     with tempfile.TemporaryDirectory() as scratch:
@@ -96,7 +96,7 @@ def _files(run: RunDir, checkpoint: Path, adapter: bool) -> dict[str, Path | byt
     base, config = published(run.config().model), checkpoint / "adapter" / "adapter_config.json"
     if not (config.is_file() and base.commit):
         why = "its base model is not on the Hub" if config.is_file() else "learner.lora.rank = 0"
-        raise ConfigError(f"--adapter: the one of run {str(run.path)!r} is of no use to others ({why}); leave it out")
+        raise ConfigError(f"--adapter: others cannot use the adapter of run {str(run.path)!r} ({why}); leave the option out")
     named = {**json.loads(config.read_text()), "base_model_name_or_path": base.name, "revision": base.commit}
     tokenizer = {file: path for file, path in model.items() if "token" in file or path.suffix == ".jinja"}
     return {**tokenizer, "adapter_model.safetensors": config.with_name("adapter_model.safetensors"),

@@ -49,7 +49,7 @@ def read_token(path: Path | None) -> str | None:
             raise ConfigError(f"--token-file {str(path)!r} can be read by others: chmod 600 {path}")
         token = read_small(path, 4096).strip()
     except FileNotFoundError:
-        raise ConfigError(f"--token-file {str(path)!r} is not there. Make one: openssl rand -hex 32 > {path}") from None
+        raise ConfigError(f"--token-file {str(path)!r} does not exist. Make one: openssl rand -hex 32 > {path}") from None
     if len(token) < _MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token or ":" in token:
         raise ConfigError(
             f"--token-file {str(path)!r}: a token has {_MIN_TOKEN} or more printable characters, no space and no colon; "

@@ -43,7 +43,7 @@ class Runs:
         self._looking, self._lock, self._stop = threading.Lock(), threading.RLock(), threading.Event()
         self._thread = threading.Thread(target=self._keep_reading, name="watch", daemon=True)
         if path.exists() and not path.is_dir():
-            raise ConfigError(f"{str(path)!r} is no directory. Name a run directory, or one that holds some: runs")
+            raise ConfigError(f"{str(path)!r} is not a directory. Name a run directory, or a directory of runs: runs")
 
     def start(self) -> None:
         self._thread.start()

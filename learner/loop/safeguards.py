@@ -112,8 +112,8 @@ class Safeguards:
         if report.applied and (report.metrics["mismatch/tokens"] or 0) >= _MIN_TOKENS and not mismatch <= limit:
             raise MismatchError(
                 f"log-probabilities of learner and engine differ by {mismatch:.3g} nats on average over tokens sampled from "
-                f"the same weights; the limit is {limit:g}. One of them computes this model wrong, or another "
-                "one. Compare with engine.kind = 'torch' and float32 on both sides, or raise engine.mismatch_limit to go on"
+                f"the same weights; the limit is {limit:g}. One of them computes wrongly, or computes another model. "
+                "Compare with engine.kind = 'torch' and float32 on both sides, or raise engine.mismatch_limit to go on"
             )
 
     def count_diverged(self, metrics: Mapping[str, Any], step: int) -> None:

@@ -220,7 +220,7 @@ def test_check_holds_it_to_the_rules_of_shipped_ones(mine: str) -> None:
             "did you mean 'loss.scale'",
         ),
         ({"kind": "scaled", "scale": -1.0}, "centred", "loss.scale = -1.0: Input should be greater than 0"),
-        ({"kind": "scaled", "scale": True}, "centred", "loss.scale = True: it takes no true or false"),
+        ({"kind": "scaled", "scale": True}, "centred", "loss.scale = True: it cannot be true or false"),
         ({"kind": "scaled", "clip_low": 2.0}, "centred", "loss.clip_low = 2.0: Input should be less than 1"),
         ({"kind": "required"}, "centred", "key 'loss.scale' is missing and has no default"),
         ({"kind": "mistaken"}, "centred", "loss.scale = -1.0: Input should be greater than 0"),

@@ -126,8 +126,8 @@ def _devices(setting: str, device: str, count: int = 1) -> Devices:
     kind, colon, _ = device.partition(":")
     if kind == "cuda" and colon:
         raise ConfigError(
-            f"{setting} = {device!r}: which device a process gets is decided by its placement (docs/machines.md), and it sees "
-            "no other; set 'cuda', and choose what the run may use with CUDA_VISIBLE_DEVICES or [[placement.hosts]]"
+            f"{setting} = {device!r}: the placement decides the device of each process (docs/machines.md); set 'cuda', and "
+            "choose the run's devices with CUDA_VISIBLE_DEVICES or [[placement.hosts]]"
         )
     return {"cpu": 0, "cuda": count}.get(kind)
 

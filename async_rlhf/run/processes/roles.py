@@ -227,7 +227,7 @@ def relay_by_hand(
     """Returns after SIGINT or SIGTERM. Raises ConfigError for what cannot be, DeadlineError when the hub does not let it in."""
     for given, directory, option in ((hub, keys, "--keys"), (address, own_keys, "--own-keys")):
         if directory is None and not is_local(given):
-            raise ConfigError(f"{given!r} is beyond this machine, which needs {option} (make them: async-rlhf keys new DIR)")
+            raise ConfigError(f"{given!r} is beyond this machine and needs {option} (make keys: async-rlhf keys new DIR)")
     config = WeightsConfig.model_validate(parse_settings(("weights",), overrides)["weights"])
     access = None if own_keys is None else load_hub(own_keys)
     relay = Relay(hub, address, config, connector(keys), access)
