@@ -170,7 +170,6 @@ class QueueDir:
         return self.run(entry).exists and (entry.state != "cancelled" or (self.folder(entry) / "log").exists())
 
     def steps(self, entry: QueueEntry) -> int:
-        """The recorded steps."""
         newest = None
         with suppress(DamagedError):
             newest = line_of_step(self.run(entry).metrics) if self.has_begun(entry) else None

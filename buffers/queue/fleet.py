@@ -145,8 +145,7 @@ class Rooms:
 
 class Silences:
     """The groups that silent actors held. Silence counts against no group; an end that is seen later does: the supervisor
-    reports it, or another process joins under the actor's name.
-    """
+    reports it, or another process joins under the actor's name."""
 
     MAX_NAMES = 1024
     """Remembered at most; the oldest are forgotten first."""

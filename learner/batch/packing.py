@@ -41,8 +41,7 @@ _JOIN = 70
 @dataclass(frozen=True)
 class Packing:
     """How rows become micro-batches: at most `micro_batch_tokens` padded tokens each, but one prompt at least with one
-    completion, and beside a prompt with as many tokens of its completions.
-    """
+    completion, and beside a prompt with as many tokens of its completions."""
 
     micro_batch_tokens: int
     sharing: Sharing = "blocks"

@@ -62,7 +62,6 @@ class LossTrial:
         return all(law.holds is not False for law in self.laws)
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
         return {**asdict(self), "holds": self.holds}
 
 

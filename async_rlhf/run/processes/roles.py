@@ -120,7 +120,6 @@ def run_learner(run: RunDir, config: Config, address: str, meeting: str = "") ->
 
 
 def run_learner_rank(run: RunDir, config: Config, rank: str, meeting: str) -> None:
-    """Run another rank of the learner."""
     import_models()
     run_rank(config, int(rank), meeting)
 
