@@ -119,7 +119,7 @@ class ActorSessions:
         }
 
     def bits(self) -> list[tuple[str, str, str]]:
-        """(actor, digest, obstacle) of each distinct promise of engines, with the first actor that made it, in that order."""
+        """(actor, digest, obstacle) of each distinct promise of engines, by its first actor; in the order of joining."""
         return [(name, digest, obstacle) for (digest, obstacle), name in self._bits.items() if digest or obstacle]
 
     def _check_shared(self, hello: wire.Hello) -> None:
