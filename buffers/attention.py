@@ -43,7 +43,7 @@ class Reach:
     window: int | None = None
     """A number of positions, its own included."""
     chunk: int | None = None
-    """To the last multiple of this number."""
+    """Back to the last multiple of this number."""
 
     def covers(self, query: Any, key: Any) -> Any:
         """Whether a layer looks back from one position to the other, of tensors that broadcast; True where it looks back to the
@@ -130,7 +130,7 @@ def _tokens(limit: Any) -> int | None:
 
 
 def probe_length(num_parameters: int, vocabulary: int, attention: Attention | None, longest: int | None) -> int:
-    """How long a text is to check a model with: longer than its window where that is affordable, at most `longest`."""
+    """Length of the text that checks a model: longer than its window where that is affordable, at most `longest`."""
     affordable = min(_WORK // max(1, num_parameters), _LOGITS // vocabulary)
     window = attention.window if attention is not None else None
     length = max(_SHORTEST, min(max(_USUAL, (window or 0) + 16), affordable))

@@ -104,7 +104,7 @@ class QueueConfig(Section):
 
 
 class WeightsConfig(Section):
-    """How weights get from the learner to the actors."""
+    """The transport of weights from the learner to the actors."""
 
     transport: Literal["auto", "chunks", "device"] = "auto"
     """`auto`: in sealed memory that the processes of one machine share, else sent; `chunks`: always sent; `device`: broadcast

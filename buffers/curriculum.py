@@ -54,7 +54,7 @@ def pass_rate(scores: Sequence[float | str | None], passes_at: float) -> float |
 
 
 def point(number: int) -> float:
-    """Where a number falls in [0, 1): consecutive ones fill it evenly."""
+    """The place of a number in [0, 1); consecutive numbers fill it evenly."""
     return ((number + 1) * _GOLDEN & ((1 << 64) - 1)) / (1 << 64)
 
 
@@ -97,7 +97,7 @@ class Pools:
             self._away[place] = None
 
     def learn(self, place: int, rate: float | None) -> None:
-        """How a group of this place went: the share that solved it, None where it is not known."""
+        """Learn the result of a group of this place: the share that solved it, None where it is not known."""
         used = self._used[place]
         was_retired = self._is_retired(used)
         if rate is not None:
@@ -112,7 +112,7 @@ class Pools:
             (self._hard if self._is_hard(used) else self._open)[place] = None
 
     def describe(self) -> dict[str, float]:
-        """For people. places: known; retired, hard: so many of them; pass_rate: mean of the newest of each that has one."""
+        """Numbers for people. places: known ones; retired, hard: their counts; pass_rate: mean of the newest of each place."""
         return {
             "places": self.num_known,
             "new": self.num_known - self._next_new,
@@ -203,7 +203,7 @@ class Order:
         return sorted(each for each in self._not_judged if each < number)
 
     def describe(self, step: int | None = None) -> dict[str, float]:
-        """As `Pools.describe`. step: as it was before this batch counted, where it has."""
+        """`Pools.describe`; with `step`, of the state before this batch was counted, if it was."""
         now = self._pools.describe()
         if step is None or step >= self.num_steps:
             return now

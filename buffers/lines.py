@@ -129,7 +129,7 @@ def read_lines_backwards(path: Path) -> Iterator[Line]:
 
 
 def _backwards(path: Path) -> Iterator[tuple[int, int, Line | None]]:
-    """Where each line begins and ends, last to first, and its content: None for what is no line."""
+    """(begin, end, content) of each line, last to first; the content is None for a damaged line."""
     with path.open("rb") as file:
         end = None
         for begin in _line_ends(file):

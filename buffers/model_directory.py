@@ -26,8 +26,8 @@ def from_pretrained(kind: Any, directory: Path, **options: Any) -> Any:
 
 
 def load_whole(kind: Any, directory: Path, **options: Any) -> Any:
-    """As `from_pretrained`, a model. Raises ConfigError too where its files lack a tensor, or have one of another shape: else
-    random numbers would stand there; and as `check_numbers`."""
+    """A model by `from_pretrained`. Raises ConfigError where its files lack a tensor, or have one of another shape, in whose
+    place random numbers would stand; and as `check_numbers`."""
     model, report = from_pretrained(kind, directory, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     if wrong := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
         raise ConfigError(

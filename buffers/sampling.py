@@ -1,4 +1,4 @@
-"""How a token is chosen from the model's distribution: the one place that names the settings of sampling.
+"""The settings by which a token is sampled from the model's distribution, named here only.
 
 The configuration's `[generation]`, requests, records, the wire and both engines take names, types, defaults and ranges from the
 fields below. A setting is added here, in `actors/torch_engine/sampling.py` (what it keeps of a distribution) and in

@@ -23,11 +23,11 @@ from typing import Any
 from urllib.parse import unquote
 
 PRIVATE = f"{__name__}."
-"""How the names of their modules begin."""
+"""The prefix of their modules' names."""
 __path__: list[str] = []  # folders are found by `_Finder`
 _NEVER_OWN = {"async_rlhf", "__main__", "__mp_main__"}
 _importing: dict[str, int] = {}
-"""By the name of a module that is being imported, the thread that does."""
+"""The importing thread, by the name of the module."""
 
 
 class MissingFileError(ImportError):

@@ -151,7 +151,7 @@ class LossConfig(KindSection):
     token_mask: Interval | None = None
     """Tokens whose ratio proximal / behaviour lies outside are masked (IcePop)."""
     is_level: Literal["token", "sequence", "product"] = "token"
-    """Whose ratio the importance weight is: the token's, or its completion's, which is the geometric mean over the tokens
+    """The ratio of the importance weight: the token's, or its completion's, which is the geometric mean over the tokens
     (`sequence`) or their product. A loss of whole completions reads `token` as `sequence`."""
     sequence_mask: Interval | None = None
     """Completions are masked whose ratio proximal / behaviour, the geometric mean over the tokens, lies outside."""
@@ -177,7 +177,7 @@ class LossConfig(KindSection):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """log p/q, its square halved, or q/p - 1 - log q/p, with p the policy and q the reference."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the divergence is subtracted: as a term of the loss, or from the reward of each token."""
+    """The place of the divergence: a term of the loss, or subtracted from the reward of each token."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
 

@@ -1,4 +1,4 @@
-"""How runs went, as one picture: a panel for each thing that is watched, a colour for each run.
+"""The curves of runs in one picture: a panel for each quantity, a colour for each run.
 
 Drawn from `metrics.jsonl` and `evaluations.jsonl`, of live runs too, of a long one from steps at even distances; with an
 upright line where something was changed while a run went on. Needs matplotlib (the extra `plot`), only to draw. A panel that no

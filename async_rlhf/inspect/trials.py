@@ -67,7 +67,7 @@ class TrialReport:
     rewards: Sequence[RewardTrial]
     num_completions: int
     wall_s: float
-    """From the first call to the last answer."""
+    """Seconds from the first call to the last answer."""
     scores: Sequence[Mapping[str, Score]] = field(repr=False)
     """The scores of each completion, in the order of the data."""
 
@@ -314,7 +314,7 @@ def _trial(name: str, scores: Sequence[Score], calls: Sequence[ScoringInterval])
 
 
 def failures(scores: Iterable[Score]) -> dict[str, int]:
-    """How often for which reason, the address of an object aside."""
+    """Counts of failures by reason; addresses of objects in it are ignored."""
     reasons = (score.failure for score in scores if score.failure is not None)
     return dict(Counter(re.sub(r"(?<= at )0x[0-9A-Fa-f]+", "0x...", reason) for reason in reasons).most_common())
 

@@ -10,7 +10,7 @@ from async_rlhf.buffers.config import Section
 
 
 class LaunchConfig(Section):
-    """How other machines are reached. Actors and learner ranks run there; everything else runs where the command does."""
+    """The launcher of other machines. Actors and learner ranks run there; everything else runs on the command's machine."""
 
     kind: Literal["local", "hosts", "ray"] = "local"
     """`local`: this machine. `hosts`: those that `command` reaches. `ray`: nodes of a Ray cluster (extra `ray`)."""
@@ -49,7 +49,7 @@ class HostConfig(Section):
     """A host of the run."""
 
     name: str = Field(default="", max_length=100, pattern=r"^([A-Za-z0-9._:@][A-Za-z0-9._:@-]*)?$")
-    """How launchers reach it; the first host is the supervisor's own and may go without."""
+    """The launchers' name of the host; the first host is the supervisor's own and may have none."""
     devices: int = Field(default=0, ge=0, le=64)
     """CUDA devices of the host that the run may use, numbered from 0."""
     device_memory: int | None = Field(default=None, ge=1)

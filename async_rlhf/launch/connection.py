@@ -318,7 +318,7 @@ class HostConnection:
 
 
 class Connections(Launcher):
-    """To the hosts of a run; its launcher, once `local` is set, which starts the nodes of this machine.
+    """The connections to a run's hosts; its launcher, once `local` is set, which starts the nodes of this machine.
 
     opening: the first order to each agent. pack: what a node is given. large: files of it that take long to read.
     """

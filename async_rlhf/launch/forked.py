@@ -221,7 +221,7 @@ def _is_child(pid: int) -> bool:
 
 
 def adopt_orphans(wanted: bool = True) -> bool:
-    """From now on a process below this one whose parent ends becomes a child of this one, or no longer. Returns how it was.
+    """Set whether descendants whose parent ends become children of this process. Returns the previous setting.
 
     Linux only; elsewhere it does nothing.
     """

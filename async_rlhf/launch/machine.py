@@ -162,6 +162,6 @@ def with_threads(threads: int | None, variables: Mapping[str, str] = os.environ)
 
 
 def assigned_threads(variables: Mapping[str, str] = os.environ) -> int | None:
-    """As the launcher has set it for this process; None: as its configuration says."""
+    """The threads that the launcher has set for this process; None: as its configuration says."""
     found = variables.get(_THREADS)
     return None if found is None else int(found)

@@ -60,7 +60,7 @@ class Host(HostConfig):
 
 Inventory = tuple[Host, ...]
 Devices = int | None
-"""How many one process needs: 0 on a CPU; None where they are not CUDA's, which are not given out."""
+"""Devices that one process needs: 0 on a CPU; None for devices other than CUDA's, which are not assigned."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class _FreeDevices:
         self.machine = [0 if host.own else number for number, host in enumerate(hosts)]
         """For each host the lowest number of the same machine."""
         self.given: dict[tuple[int, int], dict[str, str]] = {}
-        """By host and device: the process of each kind."""
+        """The process of each kind, by host and device."""
 
     def free(self, host: int, kind: str) -> list[int]:
         taken = (self.given.get((self.machine[host], device), {}) for device in range(self.hosts[host].devices))
@@ -320,7 +320,7 @@ _SETS: dict[Strategy, tuple[tuple[Part, ...], ...]] = {
     "separation": (("generation",), ("scoring",), ("learning",)),
 }
 _FEW: tuple[tuple[Part, ...], ...] = (("generation", "scoring"), ("learning",))
-"""With fewer CPUs than sets, and where actors score by themselves."""
+"""The sets for fewer CPUs than sets, and for actors that score by themselves."""
 
 
 def _with_cpus(slots: Mapping[str, Slot], wanted: WantedNodes, strategy: Strategy, rooms: _FreeDevices) -> dict[str, Slot]:

@@ -71,7 +71,7 @@ class Launcher(ABC):
         """Raises OSError when it cannot be started now."""
 
     def agents(self) -> Mapping[str, Callable[[], None]]:
-        """By the name of each host beyond this machine that is there now: what ends its agent, and all that runs there."""
+        """For each connected host beyond this machine, a function that ends its agent and all its processes."""
         return {}
 
     def close(self) -> None:  # noqa: B027  of this machine there is nothing to close

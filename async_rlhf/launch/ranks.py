@@ -33,7 +33,7 @@ class RankProcesses:
     """
 
     def __init__(self, hosts: Sequence[str], processes: Sequence[Process]) -> None:
-        """By rank. hosts: as in `Node`."""
+        """hosts, processes: by rank; hosts as in `Node`."""
         self._hosts, self._processes = hosts, processes
         self._beaten: set[int] = set()
         self._code: int | None = None

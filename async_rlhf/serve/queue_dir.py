@@ -159,7 +159,7 @@ class QueueDir:
         return is_held(self.folder(entry) / "lock") or is_held(self.run(entry).lock_file)
 
     def ended(self, entry: QueueEntry) -> RecordedEnd | None:
-        """How a run whose processes are gone ended, as it has recorded; None for one that was killed."""
+        """The recorded end of a run without processes; None for one that was killed."""
         end = self.run(entry).end()
         if end is None:
             return None

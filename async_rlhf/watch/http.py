@@ -1,4 +1,4 @@
-"""How the page and the intake of prompts are served over HTTP: guarded, in one thread, to a bounded number of clients.
+"""The HTTP server of the page and of the intake of prompts: guarded, in one thread, for a bounded number of clients.
 
 A client may open thousands of connections and send half a request on each. One whose request is not whole ends at a deadline,
 and before that gives way to a new one where there are as many as may be; a request that is sent at once is answered.

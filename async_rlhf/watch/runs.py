@@ -37,7 +37,7 @@ class Runs:
         self.more, self.is_one, self.revision = 0, False, 0
         self._runs: dict[str, WatchedRun] = {}
         self._open: list[WatchedRun] = []
-        """Those whose page was opened; the one opened last is last."""
+        """Runs whose page was opened, the newest one last."""
         self._read_at = -math.inf
         # The one is held while hubs are queried, which may take seconds; the other only while files are read.
         self._looking, self._lock, self._stop = threading.Lock(), threading.RLock(), threading.Event()

@@ -108,7 +108,7 @@ class Prompts:
         return self.spool is None or self.spool.stream.ended
 
     def _target(self, admission: Admission, further: int = 0) -> int:
-        """How many numbers are to have a place when `further` more batches have been counted: see the module docstring."""
+        """How many numbers need a place after `further` more batches: see the module docstring."""
         assert self._order is not None
         bound, dead = admission.bound, len(admission.order.quarantined) + admission.num_filtered
         return (self._order.num_steps + further + bound.max_staleness + 1) * bound.groups_per_batch + dead

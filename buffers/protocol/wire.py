@@ -145,7 +145,7 @@ class GroupHeader(MessageBase):
 
 
 class _OfLearner(message.Message):
-    """From the learner that holds this fence, about a step: the number of steps done."""
+    """A message of the learner that holds this fence. step: the number of steps done."""
 
     fence: Count
     step: Count

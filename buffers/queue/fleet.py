@@ -77,7 +77,7 @@ class Actor:
         self._moved.pop(credit.number, None)
 
     def progressed(self, amounts: Iterable[tuple[int, int]], now: float) -> None:
-        """How far each of the groups is that it works on."""
+        """Take its report of progress with each of its groups."""
         self._works_on = known = dict(amounts)
         for number in self.leases.keys() & known.keys():
             if known[number] > (before := self._moved.get(number, (-1, 0.0))[0]):

@@ -44,7 +44,7 @@ _MAX_READERS = 64  # files that are open at a time to read groups from
 
 @dataclass(frozen=True)
 class _RecordPlace:
-    """Where a group's record is, and where in it the group's bytes begin."""
+    """The place of a group's record, and of the group's bytes in it."""
 
     segment: int
     offset: int

@@ -51,7 +51,7 @@ class Ledger:
 
     credited: int = 0
     trained: int = 0
-    """In a step the learner has done."""
+    """Trained in a step that the learner has done."""
     queued: int = 0
     in_flight: int = 0
     """Taken and not yet trained."""

@@ -175,7 +175,7 @@ def _holds(numbers: Sequence[int], number: int) -> bool:
 
 
 class Batches:
-    """Those the learner may still go back to: a batch is committed when every checkpoint that is kept was made after its step.
+    """Batches that the learner may go back to: a batch is committed when every kept checkpoint was made after its step.
 
     `of`: the groups of each uncommitted batch, by step. `taken`: those the present learner holds or has trained. `removed`:
     groups that were taken out of one, for good."""

@@ -1,4 +1,4 @@
-"""How rows come into a spool: a file is written beside, then renamed in, so that a reader sees it whole or not at all.
+"""Adding rows to a spool: a file is written beside it, then renamed into it, so that a reader sees it whole or not at all.
 
 A spool is a directory of JSONL files, made anywhere by anything. Names that begin with "." or end in ".tmp" are being
 written; the file `END` says that no further row will come. Independent of runs: what a row must have to be of use to one

@@ -1,4 +1,4 @@
-"""Where the bytes of a weight set lie: on the heap, or in sealed memory that other processes of the machine map.
+"""The memory of a weight set: on the heap, or sealed memory that other processes of the machine map.
 
 Sealed memory has no name in any file system: a set is one to sixteen anonymous files (memfd), its *parts*, that others open by
 process, descriptor and a random token, as the same user only. The kernel frees each with the last process that has it open or

@@ -239,7 +239,7 @@ class _TokenLayout:
     """As `PolicyInputs.experts_PMk`."""
 
     def add(self, row: BatchRow, shares: bool) -> list[np.ndarray]:
-        """From here on, with a row for each piece that begins anew where completions do not share theirs. Returns of each
+        """Append a row, with a row for each piece that begins anew where completions do not share theirs. Returns for each
         completion int64 [N]: where its tokens are predicted."""
         prompt, begin = row.group.prompt_ids, self.end
         self._put(prompt, 0, row.members[0].rollout.routing, 0)

@@ -25,7 +25,7 @@ def best_step(records: Iterable[Line], among: Iterable[int] | None = None) -> in
 
 
 def num_since_best(records: Iterable[Line]) -> int:
-    """How many evaluations of later steps have not been better than the best one."""
+    """The number of evaluations after the best one."""
     rewards = _rewards(records)
     best = _best(rewards)
     return 0 if best is None else sum(step > best for step in rewards)

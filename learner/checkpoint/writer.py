@@ -95,7 +95,7 @@ class CheckpointWriter:
         self.reason = ""
         """Why the last attempt failed; empty when it did not."""
         self.seconds = 0.0
-        """How long the last attempt took."""
+        """Duration of the last attempt."""
 
     def begin(self, step: int, write: Callable[[Path], None], state: dict[str, Any]) -> None:
         """Start to write the checkpoint of `step` steps; waits for the attempt before, if that is not over."""

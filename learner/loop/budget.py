@@ -67,7 +67,7 @@ class Budget:
         return any(theirs is not None and (own is None or own > theirs) for own, theirs in pairs)
 
     def num_steps(self, spent: Spent) -> int | None:
-        """How many steps the run will have if it goes on at the pace at which it has used its budget so far; None while that
+        """The number of steps that the run will have at the pace at which it has used its budget so far; None while that
         is open."""
         ends = [
             limit if key == "max_steps" else spent.steps * limit / used

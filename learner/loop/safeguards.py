@@ -45,7 +45,7 @@ class Safeguards:
         self._in_a_row: dict[str, int] = {}
 
     def _count(self, what: str, happened: bool) -> int:
-        """How many times in a row it has happened."""
+        """Count an event; returns how many times in a row it has happened."""
         self._in_a_row[what] = self._in_a_row.get(what, 0) + 1 if happened else 0
         return self._in_a_row[what]
 
@@ -180,7 +180,7 @@ class StalenessController:
             self._aim_at(self.highest)
 
     def adjust(self, metrics: Mapping[str, Any], step: int) -> None:
-        """After a step with these metrics. One that is missing or None does not count; a step of which nothing is known changes
+        """Move the target after a step with these metrics. Missing metrics and None do not count; a step without any changes
         nothing."""
         clips = [metrics.get(name) for name in ("clip_ratio/region_mean", "is/masked_ratio")]
         measured = {

@@ -294,7 +294,7 @@ def _join(ranks: Ranks, device: torch.device) -> None:
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
-    """For every name of the state dict the parameter (or buffer) that it shares storage with, by its first name."""
+    """Every name of the state dict -> the first name of the parameter (or buffer) with the same storage."""
     owner: dict[tuple[int, tuple[int, ...]], str] = {}
     state = model.state_dict()
     named = [name for name, _ in model.named_parameters()]

@@ -87,7 +87,7 @@ def _mean(values_N: Tensor, where_N: Tensor) -> float | None:
 
 
 def _thinned(values_N: Tensor, most: int = 1 << 20) -> Tensor:
-    """At most `most` of them, evenly spread: quantiles of more cost more than they tell (and are refused above 2^24)."""
+    """At most `most` values, evenly spread: quantiles of more cost more than they tell (and are refused above 2^24)."""
     return values_N[:: -(-len(values_N) // most)]
 
 

@@ -20,6 +20,6 @@ class Progress:
         """max_steps: of the run, as far as its budget of tokens or seconds lets it come at this pace; None: it has no end."""
 
     def evaluating(self, what: str, percent: int | None) -> None:
-        """How much of an evaluation is done; None: it has ended, also in vain."""
+        """percent: the finished part of an evaluation; None: it has ended, perhaps in vain."""
 
     def evaluation(self, record: dict[str, Any]) -> None: ...

@@ -23,7 +23,7 @@ _SHOWN_CHARACTERS = 60
 
 
 class StepPace:
-    """How long the steps to come will take, at the pace of those that were seen."""
+    """The expected time of the coming steps, at the pace of the past ones."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
@@ -147,7 +147,7 @@ def line(record: dict[str, Any]) -> str:
 
 
 def evaluating(what: str, percent: int) -> str:
-    """How far an evaluation is."""
+    """The progress of an evaluation, in words."""
     return f"evaluation of {what}: {percent}%" if percent else f"evaluation of {what}: its model is loaded"
 
 

@@ -1,4 +1,4 @@
-"""From the configuration to the launcher: which hosts there are, the hub's and the learner's address for them, their keys."""
+"""From the configuration to the launcher: the hosts, the hub's and the learner's address for them, their keys."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ _NO_MEASURES = ("step", "time", "version", "num_prompts")
 
 
 class _Sent(BaseModel):
-    """How far the tracker has come: the step of the last line it sent, how many evaluations, the last step with a table of its
+    """The state of sending: the step of the last sent line, the number of evaluations, the last step with a table of its
     groups; and the branch that it sends to."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)

@@ -51,7 +51,7 @@ class BitsPromise:
 
 
 def judged(known: RecordedBits, actors: Iterable[Sequence[str]]) -> RecordedBits:
-    """After these have joined, in this order: name, digest or empty, obstacle or empty."""
+    """The promise after these actors have joined, in this order: name, digest or empty, obstacle or empty."""
     for name, digest, obstacle in actors:
         if obstacle:
             return RecordedBits(obstacle=f"{name}: {obstacle}")
