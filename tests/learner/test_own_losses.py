@@ -226,7 +226,7 @@ def test_check_holds_it_to_the_rules_of_shipped_ones(mine: str) -> None:
         ({"kind": "mistaken"}, "centred", "loss.scale = -1.0: Input should be greater than 0"),
         ({"kind": "typed"}, "centred", r"parameter 'scale: bytes': bytes is not understood. .*a type is float, int"),
         ({"kind": "counted"}, "centred", r"parameter 'scale': malformed node.*a default is a literal"),
-        ({"kind": "likeliest"}, "centred", r"needs = \(\"top_k\",\): .*as in \*, top_k: int = 32"),
+        ({"kind": "likeliest"}, "centred", r"needs = \(\"top_k\",\): .*such as \*, top_k: int = 32"),
     ):
         with pytest.raises(ConfigError, match=says):
             checked(loss, advantage)

@@ -101,7 +101,7 @@ def test_an_address_that_is_none_is_taken_or_that_others_can_reach_without_a_tok
 @pytest.mark.parametrize(
     ("text", "mode", "said"),
     [
-        (None, 0, "is not there"),
+        (None, 0, "does not exist"),
         (TOKEN, 0o644, "can be read by others: chmod 600"),
         ("short", 0o600, "16 or more printable characters"),
         (f"{TOKEN} {TOKEN}", 0o600, "no space"),
