@@ -121,7 +121,7 @@ def test_a_token_that_others_know_or_could_guess_is_refused(tmp_path: Path, text
 
 def test_a_path_that_holds_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         Runs(tmp_path / "file")
     for path in (tmp_path, tmp_path / "nothing", tmp_path / "file"):
         with pytest.raises(ConfigError, match=r"is no run directory \(it has no config\.toml\)$"):
