@@ -153,8 +153,8 @@ def sample_record(
     return group_record(group, step, fields)
 
 
-def group_record(group: Group, step: int, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One group for a person: texts, versions, times. own: further fields of each rollout."""
+def group_record(group: Group, step: int, fields: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One group for a person: texts, versions, times. fields: further ones of each rollout."""
     return {
         "step": step,
         "group": group.number,
@@ -172,7 +172,7 @@ def group_record(group: Group, step: int, own: Sequence[Mapping[str, Any]]) -> d
                 "finish_reason": rollout.finish_reason,
                 "timings": dict(rollout.timings),
             }
-            for rollout, further in zip(group.rollouts, own, strict=True)
+            for rollout, further in zip(group.rollouts, fields, strict=True)
         ],
     }
 
