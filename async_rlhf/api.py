@@ -58,10 +58,11 @@ _ARGUMENTS = {
 
 @dataclass(frozen=True, repr=False)
 class TrainResult:
-    """What a run left behind. steps: done in all. `checkpoint` loads with `from_pretrained`."""
+    """The result of a run. `checkpoint` loads with `from_pretrained`."""
 
     run_dir: Path
     steps: int
+    """Steps done in all."""
     evaluations: list[dict[str, Any]]
     checkpoint: Path | None
     finished: bool
@@ -109,7 +110,7 @@ def train(
     Raises ConfigError before any process starts, and what ended the run otherwise (see `async_rlhf.launch.exit_codes`).
     """
     if on_step is not None and not callable(on_step):
-        raise ConfigError(f"on_step: a function of a step's record was expected, got {on_step!r:.80}")
+        raise ConfigError(f"on_step must be a function of a step's record, got {on_step!r:.80}")
     warm()
     of_run = _resolved(config, data, rewards, loss, advantage, environment, overrides, resume)
     with of_run as (resolved, rows, variables):
@@ -139,7 +140,7 @@ def start(
     overwrite: bool = False,
     quiet: bool = False,
 ) -> Run:
-    """As `train`, and return at once; only a notebook shows the run. Raises ConfigError; its handle raises what ends it."""
+    """Like `train`, but returns at once; only a notebook shows the run. Raises ConfigError; its handle raises later errors."""
     warm()
     with ExitStack() as stack:
         of_run = _resolved(config, data, rewards, loss, advantage, environment, overrides, resume)
@@ -159,7 +160,7 @@ def start(
 
 
 class Run:
-    """A run that goes on beside the calling program. Iterating gives the record of each step, and ends with the run.
+    """A run beside the calling program. Iterating gives the record of each step, and ends with the run.
 
     owns        a thread that supervises the run's processes; they end with this process, also when it is killed
     waits for   nothing by itself: `result`, and iterating, wait for the run
@@ -180,7 +181,7 @@ class Run:
         return self._directory.path
 
     def __iter__(self) -> Iterator[Record]:
-        """Raises, at its end, what ended the run."""
+        """Raises, at its end, the error that ended the run."""
         try:
             while (record := self._own.records.get()) is not None:
                 yield record
@@ -195,7 +196,7 @@ class Run:
         self.result()
 
     def stop(self) -> None:
-        """No new work; what has begun is finished, a checkpoint is written. Returns at once."""
+        """Drain: no new work, finish the groups in progress, write a checkpoint. Returns at once."""
         self._own.supervisor.drain()
 
     def model(self) -> Path | None:
@@ -203,7 +204,7 @@ class Run:
         return _model(self._directory)
 
     def result(self, timeout_s: float | None = None) -> TrainResult:
-        """Wait for the end. Raises TimeoutError, and what ended the run."""
+        """Wait for the end. Raises TimeoutError, and the error that ended the run."""
         try:
             over = self._own.over.wait(timeout_s)
         except KeyboardInterrupt:
@@ -228,8 +229,8 @@ class Run:
 
 
 class _Supervision:
-    """What goes on whether or not a handle is held. error: what ended the run. over: set at its end; a thread whose `join` was
-    interrupted is taken for ended."""
+    """The supervisor's thread, which goes on whether or not a handle is held. error: what ended the run. over: set at its end;
+    a thread whose `join` was interrupted is taken for ended."""
 
     def __init__(self, supervisor: Supervisor, run_dir: Path, records: SimpleQueue[Record | None], held: ExitStack) -> None:
         self.supervisor, self.records, self._run_dir, self._held = supervisor, records, run_dir, held
@@ -336,13 +337,13 @@ def _resolved(
     until the block ends. Errors of the block, too, name arguments of `train` where they name flags of the command line."""
     try:
         if not isinstance(overrides, Mapping | None):
-            raise ConfigError(f"overrides: values by their keys were expected, {{'max_steps': 3}}, got {overrides!r:.80}")
+            raise ConfigError(f"overrides must be a dictionary such as {{'max_steps': 3}}, got {overrides!r:.80}")
         changed, own_rewards = dict(overrides or {}), dict[str, Callable[..., Any]]()
         if rewards is not None:
             changed["rewards.functions"], own_rewards = split(rewards)
-        for section, own in (("loss", loss), ("advantage", advantage)):
-            if own is not None:
-                changed[f"{section}.kind"] = _importable(section, f"{section}.kind", own)
+        for section, function in (("loss", loss), ("advantage", advantage)):
+            if function is not None:
+                changed[f"{section}.kind"] = _importable(section, f"{section}.kind", function)
         own_environment = None
         if environment is not None:
             changed["environment.function"], own_environment = target_of(environment)
@@ -368,9 +369,7 @@ def in_python(message: str) -> str:
 def _importable(section: str, key: str, function: Callable[..., Any]) -> str:
     """The name by which another process imports it. Raises ConfigError."""
     if not callable(function):
-        raise ConfigError(
-            f"{section}: a function was expected, got {function!r:.80}; a name is given as overrides={{'{key}': ...}}"
-        )
+        raise ConfigError(f"{section} must be a function, got {function!r:.80}; give a name as overrides={{'{key}': ...}}")
     try:
         return spec_of(function)
     except RewardError as error:

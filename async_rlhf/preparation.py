@@ -1,4 +1,4 @@
-"""What happens when a run is started, in this order (`prepare`):
+"""The start of a run, in this order (`prepare`):
 
 1. the data, rewards, packages, devices and the model's files are checked (`run.checks.preflight`); nothing is written
 2. of a run to continue: how far it has gone, and what was changed while it went on (`run.live`)
@@ -53,7 +53,7 @@ def prepare(
     inventory: Inventory | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> tuple[Supervisor, RunDir]:
-    """Everything that can be refused is refused here; what comes back holds the run's lock and only has to `run`.
+    """Refuse everything that can be refused; the returned supervisor holds the run's lock and only has to `run`.
 
     rows: of `rows_of`, where they are loaded already. inventory: the hosts, where they are known already. variables: further
     ones of its processes on this machine. Raises ConfigError, DamagedError.
@@ -64,9 +64,9 @@ def prepare(
         none = config.evaluation.model_copy(update={"at_start": False, "at_end": False})
         config = config.model_copy(update={"evaluation": none})
     if from_step is not None and not resume:
-        raise ConfigError(f"--from-step {from_step} goes on with a run that exists: give --resume too")
+        raise ConfigError(f"--from-step {from_step} continues an existing run: give --resume too")
     if overwrite and resume:
-        raise ConfigError("--overwrite removes the run that --resume continues: give one of them")
+        raise ConfigError("--overwrite removes the run that --resume continues: give only one of them")
     if resume:
         _check_steps(config, from_step)
         check_resumed(RunDir.existing(config.run_dir), config)
@@ -99,7 +99,7 @@ def prepare(
 
 
 def check_startable(config: Config) -> list[str]:
-    """What `prepare` looks at, but for the run directory; no process is started. Returns what a person should know. Raises
+    """The checks of `prepare` but for the run directory; no process is started. Returns remarks for a person. Raises
     ConfigError."""
     config, prepared = _checked(config, None)
     places(config)
@@ -107,7 +107,7 @@ def check_startable(config: Config) -> list[str]:
 
 
 def places(config: Config) -> list[str]:
-    """On which hosts and devices the processes of a run would begin, and what they take there, in lines for a person.
+    """The hosts, devices and memory of a run's processes, in lines for a person.
 
     Raises ConfigError where they cannot.
     """
@@ -131,16 +131,16 @@ def _startable(config: Config, inventory: Inventory, hosts: Sequence[str]) -> tu
     of_memory = check_memory(config, inventory, placement)
     if elsewhere := sorted({slot.host for slot in placement.slots.values()} - {"", *hosts}):
         raise ConfigError(
-            f"[[placement.hosts]] names {', '.join(elsewhere)}, where processes are to run, and launch.kind = "
-            f"{config.launch.kind!r} reaches {', '.join(hosts) or 'this machine only'}; list those, or no host"
+            f"[[placement.hosts]] places processes on {', '.join(elsewhere)}, but launch.kind = {config.launch.kind!r} reaches "
+            f"{', '.join(hosts) or 'this machine'} only; list reachable hosts, or none"
         )
     meeting_address(config, placement)
     anywhere = ("actor-", "scorer-", "relay-", "learner-rank-")
     only_here = [name for name, slot in placement.slots.items() if slot.host and not name.startswith(anywhere)]
     if only_here:
         raise ConfigError(
-            f"{only_here[0]} is placed on {placement.slots[only_here[0]].host}: it runs on this machine; list as many of its "
-            "devices as it needs, or leave evaluations out (evaluation.every, at_start, at_end)"
+            f"{only_here[0]} is placed on {placement.slots[only_here[0]].host}, but can run on this machine only; list as many "
+            "devices of this machine as it needs, or leave evaluations out (evaluation.every, at_start, at_end)"
         )
     return placement, of_memory
 
@@ -162,7 +162,7 @@ def _check_steps(config: Config, from_step: int | None) -> None:
     last = None if newest_line is None else line_of_step(metrics, done)
     if last is not None and (ended := config.budget.ended(Spent.before(last))):
         raise ConfigError(
-            f"{ended} before step {done}, the last of run directory {str(config.run_dir)!r}: give more of it{back}"
+            f"{ended} before step {done}, the last of run directory {str(config.run_dir)!r}: raise that limit{back}"
         )
 
 
@@ -217,14 +217,13 @@ def rows_of(config: Config, data: Iterable[Any] | None, resume: bool) -> Rows:
     Raises ConfigError, also where there is no run to continue, or it began with other rows than those that are given.
     """
     if resume:
-        RunDir.existing(config.run_dir)  # before anything of it is read
+        RunDir.existing(config.run_dir)  # checked before any of its files is read
     kept = RunData(config.run_dir, config.data)
     if not (resume and kept.is_kept):
         return load_rows(config.data, data)
     if data is not None and not kept.is_from(load_rows(config.data, data)):
         raise ConfigError(
-            f"run directory {str(config.run_dir)!r} began with other rows than those that are given; give the same, or none: a "
-            "run keeps its rows"
+            f"run directory {str(config.run_dir)!r} began with other rows, and a run keeps its rows; give the same or none"
         )
     training, held_out = map(list, kept.rows)  # every row is looked at, several times
     return training, held_out

@@ -1,4 +1,4 @@
-"""What each layer of a model attends to, by its configuration, and how long a text may be. Values only, no torch.
+"""The attention pattern of each layer of a model, and the longest text it can take, read from its configuration. No torch.
 
 Learner, reference and torch engine make their masks from this. A family is listed when its layers keep nothing but keys and
 values, and attend to all before, to a window, or to a chunk, by `layer_types` or `sliding_window`; each is held to plain
@@ -25,7 +25,7 @@ FAMILIES = frozenset((
 ))  # fmt: skip
 """Model types, as `config.json` names them."""
 
-# What a check of a model at the start of a run may cost: parameters x tokens of a text, and logits of a plain pass (tokens x
+# Limits of the check of a model at the start of a run: parameters x tokens of a text, and logits of a plain pass (tokens x
 # vocabulary).
 _WORK, _LOGITS = 1 << 38, 1 << 26
 _SHORTEST, _USUAL = 12, 64
@@ -38,11 +38,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Reach:
-    """How far back a layer attends. window: so many positions, its own included. chunk: to the last multiple of so many.
-    Neither: to the beginning."""
+    """How far back a layer attends; without both limits, to the beginning."""
 
     window: int | None = None
+    """A number of positions, its own included."""
     chunk: int | None = None
+    """Back to the last multiple of this number."""
 
     def covers(self, query: Any, key: Any) -> Any:
         """Whether a layer looks back from one position to the other, of tensors that broadcast; True where it looks back to the
@@ -65,7 +66,7 @@ class Attention:
     reaches: Mapping[str, Reach]
 
     def masks(self, make: Callable[[Reach], T]) -> T | dict[str, T]:
-        """What the model takes as `attention_mask`."""
+        """The model's `attention_mask` argument: one mask, or one by layer type."""
         if "" in self.reaches:
             return make(self.reaches[""])
         return {kind: make(reach) for kind, reach in self.reaches.items()}
@@ -77,7 +78,7 @@ class Attention:
 
 
 def attention(config: Mapping[str, Any]) -> Attention | None:
-    """Of a configuration with all its fields (`PretrainedConfig.to_dict()`); None for a family that is not listed."""
+    """The attention of a complete configuration (`PretrainedConfig.to_dict()`); None for a family that is not listed."""
     if config.get("model_type") not in FAMILIES or config.get("alibi"):
         return None
     window, chunk = config.get("sliding_window"), config.get("attention_chunk_size")
@@ -112,24 +113,24 @@ def attend_by(model: Any, name: str, function: Callable[..., Any]) -> None:
 
 
 def cache_argument(model: Any) -> str:
-    """What a pass of a transformers model calls the keys and values it is given: `cache`, before 5.24 `past_key_values`."""
+    """The name of a transformers model's cache argument: `cache`, before 5.24 `past_key_values`."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def max_length(config: Mapping[str, Any]) -> int | None:
-    """Longest text that the model can take and whose numbers do not depend on the texts beside it, None for any."""
+    """Longest text that the model can take without its numbers depending on other texts of the pass; None for no limit."""
     positions = config.get("max_position_embeddings") or config.get("n_positions")
     return min(filter(None, (_tokens(positions), angle_limit(config))), default=None)
 
 
 def _tokens(limit: Any) -> int | None:
-    """As a configuration file has it; None for none, by whichever of its words: null, 0, infinity, what is no number."""
+    """The limit in a configuration file; None for each spelling of no limit: null, 0, infinity, a value that is no number."""
     is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
     return int(limit) if is_number and 0 < limit < math.inf else None
 
 
 def probe_length(num_parameters: int, vocabulary: int, attention: Attention | None, longest: int | None) -> int:
-    """How long a text is to check a model with: longer than its window where that is affordable, at most `longest`."""
+    """Length of the text that checks a model: longer than its window where that is affordable, at most `longest`."""
     affordable = min(_WORK // max(1, num_parameters), _LOGITS // vocabulary)
     window = attention.window if attention is not None else None
     length = max(_SHORTEST, min(max(_USUAL, (window or 0) + 16), affordable))
@@ -142,6 +143,6 @@ def angle_limit(config: Mapping[str, Any]) -> int | None:
     kinds = [scaling, *(each for each in scaling.values() if isinstance(each, Mapping))]
     if not any(each.get("rope_type", each.get("type")) in _LENGTH_DEPENDENT for each in kinds):
         return None
-    found = [each.get("original_max_position_embeddings") for each in kinds]
-    found += [config.get("original_max_position_embeddings"), config.get("max_position_embeddings")]
-    return next(filter(None, map(_tokens, found)), None)
+    lengths = [each.get("original_max_position_embeddings") for each in kinds]
+    lengths += [config.get("original_max_position_embeddings"), config.get("max_position_embeddings")]
+    return next(filter(None, map(_tokens, lengths)), None)

@@ -1,4 +1,4 @@
-"""How the scores of a rollout become its reward. Every component stays apart in the record; the reward is what is trained on.
+"""How the scores of a rollout become its reward. The record keeps every component; the learner trains on the reward.
 
     score -> (v - mean) / std where it is normalised -> clipped -> times its weight -> summed or multiplied
           -> 0 unless every gate is above 0 -> clipped
@@ -19,7 +19,7 @@ from async_rlhf.buffers.record import source_of
 from async_rlhf.buffers.score import Score
 
 TOTAL = "reward"
-"""The name under which the whole is clipped."""
+"""The name by which the whole reward is clipped."""
 EPSILON = 1e-6
 """Rewards closer to each other than this are equal."""
 _MIN_STD = 1e-6
@@ -27,20 +27,20 @@ _MIN_STD = 1e-6
 
 @dataclass(frozen=True)
 class Composition:
-    """What is done with each component, by its name.
-
-    weights: 1.0 where none is given. rule: the weighted values are summed or multiplied. gates: components that only open
-    or close: where one is not above 0 the reward is 0. clip: lowest and highest value, `reward` for the whole.
-    normalise: components that are measured in running standard deviations from their running mean. by_source: weights by the
-    `source` of a row, over those of `weights`.
-    """
+    """How the components, by name, make one reward."""
 
     weights: Mapping[str, float] = field(default_factory=dict)
+    """1.0 where none is given."""
     rule: Literal["sum", "product"] = "sum"
+    """Whether the weighted values are summed or multiplied."""
     gates: tuple[str, ...] = ()
+    """Components that only open or close: where one is not above 0 the reward is 0."""
     clip: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Lowest and highest value; `reward` clips the whole."""
     normalise: tuple[str, ...] = ()
+    """Components that are measured in running standard deviations from their running mean."""
     by_source: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Weights by the `source` of a row, over those of `weights`."""
 
     def of(self, columns: Mapping[str, Any]) -> Composition:
         """The rule for the rollouts of a row with these columns."""
@@ -59,7 +59,9 @@ class Composition:
                 )
         for name, (low, high) in self.clip.items():
             if not low < high:
-                raise ConfigError(f"rewards.clip.{name} = [{low:g}, {high:g}] leaves nothing between; the first must be lower")
+                raise ConfigError(
+                    f"rewards.clip.{name} = [{low:g}, {high:g}] is an empty range; the first number must be lower"
+                )
         if self.gates and set(self.gates) == set(known):
             raise ConfigError("rewards.gates names every reward: a gate only opens or closes; name one that is counted")
 
@@ -106,11 +108,11 @@ class Statistics:
 
     @property
     def state(self) -> dict[str, list[float]]:
-        """As JSON can hold it; give it back to continue."""
+        """The state as JSON values; give it back to continue."""
         return {name: list(values) for name, values in self._of.items()}
 
     def observe(self, composition: Composition, rollouts: Iterable[Mapping[str, Score]]) -> None:
-        """Take in the scores of a batch; failures and what did not apply are no observations."""
+        """Take in the scores of a batch, without failures and scores that do not apply."""
         for scores in rollouts:
             for name in composition.normalise:
                 score = scores.get(name)
@@ -121,7 +123,7 @@ class Statistics:
                     self._of[name] = (count + 1, mean, m2 + off * (score.value - mean))
 
     def normalised(self, name: str, value: float) -> float:
-        """In standard deviations from the mean; unchanged before there are two observations that differ."""
+        """The value in standard deviations from the mean; unchanged before two observations differ."""
         count, mean, m2 = self._of.get(name, (0.0, 0.0, 0.0))
         std = math.sqrt(m2 / count) if count > 1 else 0.0
         return (value - mean) / std if std > _MIN_STD else value

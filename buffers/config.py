@@ -48,7 +48,7 @@ class Section(BaseModel):
         if value == "none" and type(None) in get_args(kind):
             return None
         if _holds_truth(value) and not _takes_truth(kind):
-            raise ValueError("it takes no true or false")
+            raise ValueError("it cannot be true or false")
         return (value,) if isinstance(value, str) and kind == tuple[str, ...] else value
 
 
@@ -95,7 +95,7 @@ class QueueConfig(Section):
     segment_bytes: int = Field(default=16 << 20, ge=1 << 12)
     """Size at which the journal begins a new segment, in bytes."""
     keep_rollouts: bool = False
-    """Keep every journal segment, so that the whole run can be shown, exported and learned from again."""
+    """Keep every journal segment, to show, export or train on the whole run again."""
 
     @property
     def beat_s(self) -> float:
@@ -104,7 +104,7 @@ class QueueConfig(Section):
 
 
 class WeightsConfig(Section):
-    """How weights get from the learner to the actors."""
+    """The transport of weights from the learner to the actors."""
 
     transport: Literal["auto", "chunks", "device"] = "auto"
     """`auto`: in sealed memory that the processes of one machine share, else sent; `chunks`: always sent; `device`: broadcast
@@ -113,7 +113,7 @@ class WeightsConfig(Section):
     """`device`: seconds that a broadcast may take; then it is given up, the engines fetch the set, and the next broadcast is
     without the engine that hangs."""
     delta: bool = True
-    """Where sets are sent, send what changed when that is less than half; an actor then keeps the previous set."""
+    """Where sets are sent, send the changes when they are less than half of the set; an actor then keeps the previous set."""
 
 
 class CurriculumConfig(Section):
@@ -122,11 +122,11 @@ class CurriculumConfig(Section):
     reward: str = ""
     """The reward, by its name, whose score decides whether a prompt is solved. Empty: prompts come in their order."""
     passes_at: float = 1.0
-    """A completion solves its prompt when that score is at least this; `docs/data.md` has what follows."""
+    """A completion solves its prompt when that score is at least this; `docs/data.md` describes the consequences."""
     retire_after: int = Field(default=2, ge=1)
     """Groups in a row that must solve a prompt every time for it to be used no more."""
     new_share: float = Field(default=0.5, ge=0, le=1)
-    """Share of the groups that are for prompts not used before, as long as there are any; 0: when no other is left."""
+    """Share of the groups for prompts that were not used before, as long as there are any; 0: only when no other is left."""
     hard_share: float = Field(default=0.1, ge=0, le=1)
     """Share of the groups that are for hard prompts, whose newest group has no solution; 0: only when no other prompt is left.
     The rest of the groups goes to all other prompts."""
@@ -137,7 +137,7 @@ class CurriculumConfig(Section):
         return bool(self.reward)
 
     def check(self) -> None:
-        """What no setting can see alone. Raises ConfigError."""
+        """Check the settings against each other. Raises ConfigError."""
         if not self.is_on:
             if self != CurriculumConfig():
                 raise ConfigError(
@@ -153,7 +153,7 @@ class CurriculumConfig(Section):
 
 
 class SecurityConfig(Section):
-    """Who may speak to the hub. The configuration names files; what is in them never enters it."""
+    """Who may connect to the hub. The configuration has the names of files, never their content."""
 
     keys: str | None = None
     """Directory made by `async-rlhf keys new`: encrypted, and only for allowed keys. Without it the hub listens on this machine

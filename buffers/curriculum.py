@@ -54,16 +54,17 @@ def pass_rate(scores: Sequence[float | str | None], passes_at: float) -> float |
 
 
 def point(number: int) -> float:
-    """Where a number falls in [0, 1): consecutive ones fill it evenly."""
+    """The place of a number in [0, 1); consecutive numbers fill it evenly."""
     return ((number + 1) * _GOLDEN & ((1 << 64) - 1)) / (1 << 64)
 
 
 @dataclass
 class _Used:
-    """A place that was chosen at least once. easy: groups in a row that were."""
+    """A place that was chosen at least once."""
 
     uses: int = 0
     easy: int = 0
+    """Newest groups in a row that were easy."""
     rate: float | None = None
 
 
@@ -96,7 +97,7 @@ class Pools:
             self._away[place] = None
 
     def learn(self, place: int, rate: float | None) -> None:
-        """How a group of this place went: the share that solved it, None where it is not known."""
+        """Learn the result of a group of this place: the share that solved it, None where it is not known."""
         used = self._used[place]
         was_retired = self._is_retired(used)
         if rate is not None:
@@ -111,7 +112,7 @@ class Pools:
             (self._hard if self._is_hard(used) else self._open)[place] = None
 
     def describe(self) -> dict[str, float]:
-        """For people. places: known; retired, hard: so many of them; pass_rate: mean of the newest of each that has one."""
+        """Numbers for people. places: known ones; retired, hard: their counts; pass_rate: mean of the newest of each place."""
         return {
             "places": self.num_known,
             "new": self.num_known - self._next_new,
@@ -194,7 +195,7 @@ class Order:
         return len(self._places)
 
     def place(self, number: int) -> int:
-        """Of a number that has one."""
+        """The place of a number that has one."""
         return self._places[number]
 
     def not_judged_below(self, number: int) -> list[int]:
@@ -202,7 +203,7 @@ class Order:
         return sorted(each for each in self._not_judged if each < number)
 
     def describe(self, step: int | None = None) -> dict[str, float]:
-        """As `Pools.describe`. step: as it was before this batch counted, where it has."""
+        """`Pools.describe`; with `step`, of the state before this batch was counted, if it was."""
         now = self._pools.describe()
         if step is None or step >= self.num_steps:
             return now
@@ -262,7 +263,7 @@ class Order:
     # -- the file ----------------------------------------------------------------------------------------------------
 
     def _write(self) -> None:
-        """What was decided goes to disk, and exists then. Raises OSError."""
+        """Write the decision to disk, then apply it. Raises OSError."""
         if self._decided is None:
             return
         self._file.append(self._unwritten)
@@ -290,8 +291,8 @@ class Order:
 def _parsed(data: bytes) -> _PromptLine | None:
     """None for what is no line of this file."""
     try:
-        found: dict[str, Any] = json.loads(data) if data.endswith(b"\n") else {}
-        outcomes = [(int(number), rate) for number, rate in found["outcomes"]]
-        return _PromptLine(found["step"], outcomes, int(found["known"]), int(found["first"]), list(map(int, found["places"])))
+        line: dict[str, Any] = json.loads(data) if data.endswith(b"\n") else {}
+        outcomes = [(int(number), rate) for number, rate in line["outcomes"]]
+        return _PromptLine(line["step"], outcomes, int(line["known"]), int(line["first"]), list(map(int, line["places"])))
     except (ValueError, TypeError, KeyError):
         return None

@@ -1,4 +1,4 @@
-"""The tree of everything that can go wrong on purpose. Messages give the request, the value, the limit and what to do."""
+"""The tree of expected errors. Messages give the request, the value, the limit and the remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ConfigError(AsyncRLHFError, ValueError):
 
 
 def check_all(*rules: Callable[[], object]) -> None:
-    """Runs all of them. Raises what one raised, or one ConfigError with the messages of several, a line each."""
+    """Run all rules. Raises the error of one, or one ConfigError with the messages of several, a line each."""
     refused = list[ConfigError]()
     for rule in rules:
         try:

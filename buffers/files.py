@@ -36,7 +36,7 @@ import xxhash
 from async_rlhf.buffers.errors import FormatError
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors that mean: there is no room now."""
+"""Error numbers of a full disk."""
 _AT_A_TIME = 8
 LOCK = ".lock"
 
@@ -54,7 +54,7 @@ class Disk:
     """The operating system's files. A name that was made, replaced or removed is durable after `sync_path` of its directory."""
 
     def make(self, directory: Path) -> None:
-        """With its parents; durable when it returns."""
+        """Make a directory with its parents; durable when it returns."""
         missing = [each for each in (directory, *directory.parents) if not each.exists()]
         directory.mkdir(parents=True, exist_ok=True)
         for each in missing:
@@ -122,7 +122,7 @@ class Disk:
         path.unlink(missing_ok=True)
 
     def unlink_all(self, paths: Sequence[Path]) -> None:
-        """In any order. Several at a time: a file system may wait milliseconds to free the blocks of each."""
+        """Remove files in any order, several at a time: a file system may wait milliseconds to free the blocks of each."""
         if len(paths) <= _AT_A_TIME:
             for path in paths:
                 self.unlink(path)
@@ -187,13 +187,13 @@ class Appending:
         self._torn = False  # there may be something behind the end
 
     def cut(self, end: int) -> None:
-        """Of a file that is there: its first `end` bytes count, the rest is removed."""
+        """Keep the first `end` bytes of an existing file and remove the rest."""
         self.end = end
         if end < self._files.size(self._path):
             self._files.truncate(self._path, end)
 
     def append(self, *parts: bytes, durable: bool = True) -> None:
-        """With the operating system when it returns; durable: on disk. Where it raises, nothing of this counts."""
+        """Append; the operating system has the bytes then, with `durable` the disk. After an error none of them count."""
         if self._file is None:
             self._file = self._files.append(self._path)
         if self._torn:
@@ -218,20 +218,20 @@ class Appending:
 
 @dataclass(frozen=True)
 class Format:
-    """newest: the number of what this code writes. oldest: of what it reads."""
-
     what: str
     newest: int
+    """The format that this code writes."""
     oldest: int = 1
+    """The oldest format that it reads."""
 
-    def check(self, found: object, path: Path | None = None) -> None:
+    def check(self, number: object, path: Path | None = None) -> None:
         """Raises FormatError for a number that this code does not read."""
-        if type(found) is int and self.oldest <= found <= self.newest:
+        if type(number) is int and self.oldest <= number <= self.newest:
             return
-        older = type(found) is int and found < self.oldest
+        older = type(number) is int and number < self.oldest
         reads = f"{self.oldest} to {self.newest}" if self.oldest < self.newest else f"{self.newest}"
         raise FormatError(
-            f"{'' if path is None else f'{path}: '}{self.what} of format {found!r}, this version of async-rlhf reads {reads}. "
+            f"{'' if path is None else f'{path}: '}{self.what} of format {number!r}, this version of async-rlhf reads {reads}. "
             f"Nothing was changed; use {'an older' if older else 'a newer'} version, or another directory"
         )
 

@@ -1,4 +1,4 @@
-"""How a Python process is begun, wherever one is."""
+"""The command that starts a Python process."""
 
 from __future__ import annotations
 

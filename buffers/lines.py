@@ -47,12 +47,12 @@ class LineFile:
 
     def cut(self, keep: Callable[[Line], bool] = lambda line: True) -> Cut:
         """End the file with its last whole line that `keep` keeps. To be called before the first `write`."""
-        found, before = self._cut(keep), earlier(self._path)
-        if found.last is None and before.exists():  # all that is kept lies in the lines before
+        cut, before = self._cut(keep), earlier(self._path)
+        if cut.last is None and before.exists():  # all that is kept lies in the lines before
             DISK.replace(before, self._path)
             rest = self._cut(keep)
-            return Cut(rest.last, found.damaged + rest.damaged)
-        return found
+            return Cut(rest.last, cut.damaged + rest.damaged)
+        return cut
 
     def _cut(self, keep: Callable[[Line], bool]) -> Cut:
         if not self._path.exists():
@@ -86,7 +86,7 @@ class LineFile:
         self._file = Appending(self._path)
 
     def sync(self) -> None:
-        """What was written is durable when this returns; may be called by another thread. Raises OSError."""
+        """Make all written lines durable; may be called by another thread. Raises OSError."""
         with suppress(FileNotFoundError):  # it may be about to begin anew
             DISK.sync_path(self._path)
             DISK.sync_path(self._path.parent)
@@ -96,7 +96,7 @@ class LineFile:
 
 
 def earlier(path: Path) -> Path:
-    """Where the lines lie that were written before the file began anew."""
+    """The file with the lines from before the newest restart of `path`."""
     return path.with_name(f"{path.name}.1")
 
 
@@ -129,13 +129,13 @@ def read_lines_backwards(path: Path) -> Iterator[Line]:
 
 
 def _backwards(path: Path) -> Iterator[tuple[int, int, Line | None]]:
-    """Where each line begins and ends, last to first, and its content: None for what is no line."""
+    """(begin, end, content) of each line, last to first; the content is None for a damaged line."""
     with path.open("rb") as file:
         end = None
-        for found in _line_ends(file):
+        for begin in _line_ends(file):
             if end is not None:
-                yield found, end, _line_at(file, found, end)
-            end = found
+                yield begin, end, _line_at(file, begin, end)
+            end = begin
         if end:
             yield 0, end, _line_at(file, 0, end)
 
@@ -163,7 +163,7 @@ def _parsed(raw: bytes) -> Line | None:
     if not raw.startswith(b"{") or not raw.endswith(b"\n"):
         return None
     try:
-        found: Line = json_value(raw)
+        line: Line = json_value(raw)
     except ValueError:
         return None
-    return found
+    return line

@@ -13,26 +13,26 @@ from safetensors import SafetensorError, safe_open
 from async_rlhf.buffers.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
-"""Which tensor is in which file, where there are several."""
+"""The index of tensors by file, in a directory with several weight files."""
 LOADING = threading.RLock()
 """Held while a model is made. transformers then replaces methods of its classes and torch's default type for the whole process:
 of two threads that load at once, one would leave parameters untied for good."""
 
 
 def from_pretrained(kind: Any, directory: Path, **options: Any) -> Any:
-    """`kind.from_pretrained`: a configuration, tokenizer or model of a transformers class. Raises what that raises."""
+    """`kind.from_pretrained`: a configuration, tokenizer or model of a transformers class. Raises its errors."""
     with LOADING:
         return kind.from_pretrained(directory, local_files_only=True, trust_remote_code=False, **options)
 
 
 def load_whole(kind: Any, directory: Path, **options: Any) -> Any:
-    """As `from_pretrained`, a model. Raises ConfigError too where its files lack a tensor, or have one of another shape: else
-    random numbers would stand there; and as `check_numbers`."""
-    model, found = from_pretrained(kind, directory, output_loading_info=True, ignore_mismatched_sizes=True, **options)
-    if wrong := sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}):
+    """A model by `from_pretrained`. Raises ConfigError where its files lack a tensor, or have one of another shape, in whose
+    place random numbers would stand; and as `check_numbers`."""
+    model, report = from_pretrained(kind, directory, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    if wrong := sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}):
         raise ConfigError(
-            f"no tensor {wrong[0]!r} of the shape that config.json asks for is in its files ({len(wrong)} such tensors); "
-            "copy it again from where it came"
+            f"its files have no tensor {wrong[0]!r} of the shape in config.json ({len(wrong)} such tensors); "
+            "copy the model again from its source"
         )
     if "gguf_file" not in options:  # which says of each tensor how it is packed
         check_numbers(directory)
@@ -40,7 +40,7 @@ def load_whole(kind: Any, directory: Path, **options: Any) -> Any:
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """By name, from a safetensors file's header. Raises OSError and SafetensorError, also where its bytes do not fill it."""
+    """Shapes by name, from a safetensors file's header. Raises OSError and SafetensorError, also for a truncated file."""
     with safe_open(path, framework="numpy") as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  no mapping
 
@@ -55,7 +55,7 @@ def check_numbers(directory: Path) -> None:
             with safe_open(path, framework="numpy") as file:
                 kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  no mapping
         except (OSError, SafetensorError) as error:
-            raise ConfigError(f"model file {str(path)!r} cannot be used: {error}. Copy it again from where it came") from error
+            raise ConfigError(f"model file {str(path)!r} cannot be used: {error}. Copy it again from its source") from error
         for name, kind in kinds.items():
             if kind.startswith(("I8", "F8_", "F6_", "F4")) or (kind[0] in "IU" and name.endswith("weight")):
                 raise ConfigError(
@@ -74,8 +74,8 @@ def check_language_model(directory: Path, where: str) -> None:
 
     if (kind := str(described.get("model_type"))) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ConfigError(
-            f"{where} = {str(directory)!r} is of model type {kind!r}, which reads more than text, and transformers loads no "
-            "language model of it (AutoModelForCausalLM). Save its language model by itself, or choose one that is"
+            f"{where} = {str(directory)!r} is of model type {kind!r}, which reads more than text, and transformers cannot load "
+            "it as a language model (AutoModelForCausalLM). Save its language model alone, or choose a text model"
         )
 
 
@@ -129,8 +129,8 @@ def check_stop_strings(stop: Sequence[str], model: Path) -> None:
     for token in _special_tokens(model):
         if hidden := next((text for text in stop if token in text), None):
             raise ConfigError(
-                f"stop string {hidden!r} never comes: {token!r} is a special token of the model, which is left out of the text "
-                "of a completion. End tokens end it without being named; take a text the model writes out"
+                f"stop string {hidden!r} never comes: {token!r} is a special token of the model, and completions leave "
+                "special tokens out. End tokens end a completion anyway; choose a text that the model writes"
             )
 
 

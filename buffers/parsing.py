@@ -24,19 +24,19 @@ _DIGITS = re.compile(r"(?<![0-9_])[0-9_]{4000}")  # Python's own limit is 4300, 
 
 
 def json_value(text: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """As `json.loads`. Raises ValueError, which names the field of a number beyond the limits."""
+    """Like `json.loads`. Raises ValueError, which names the field of a number beyond the limits."""
     text = text.decode() if isinstance(text, bytes) else text
     try:
         if parse_constant is None and not _has_long(text):
             return loads(text)
-        found = json.loads(text, parse_int=lambda digits: int(digits[:21]), parse_float=_float, parse_constant=parse_constant)
-        return _within(found)
+        value = json.loads(text, parse_int=lambda digits: int(digits[:21]), parse_float=_float, parse_constant=parse_constant)
+        return _within(value)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
 
 def loads(text: str | bytes) -> Any:
-    """As `json.loads`, in a third of its time, with numbers of any size. Raises its ValueError and RecursionError."""
+    """Like `json.loads`, in a third of its time, with numbers of any size. Raises ValueError and RecursionError."""
     try:
         return pydantic_core.from_json(text, cache_strings="keys")
     except ValueError:
@@ -44,7 +44,7 @@ def loads(text: str | bytes) -> Any:
 
 
 def toml_table(text: str) -> dict[str, Any]:
-    """As `tomllib.loads`. Raises ValueError, which names the key of a number beyond the limits."""
+    """Like `tomllib.loads`. Raises ValueError, which names the key of a number beyond the limits."""
     try:
         return dict(_within(tomllib.loads(text, parse_float=_float)))
     except RecursionError as error:
@@ -68,8 +68,8 @@ def _float(text: str) -> float:
 def _within(value: Any, where: str = "") -> Any:
     """The value itself. Raises ValueError."""
     if isinstance(value, dict | list):
-        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            _within(each, f"{where}[{key}]" if isinstance(value, list) else f"{where}.{key}" if where else str(key))
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            _within(item, f"{where}[{key}]" if isinstance(value, list) else f"{where}.{key}" if where else str(key))
     elif isinstance(value, int) and not _LOWEST <= value <= _HIGHEST:
         raise ValueError(f"{where or 'it'}: {_LIMITS}")
     return value

@@ -1,4 +1,4 @@
-"""What was observed: one rollout, and the group of rollouts that share a prompt.
+"""Observations: one rollout, and the group of rollouts that share a prompt.
 
 Records hold observations only (tokens, the log-probabilities they were sampled with, the version of every token, scores
 and their state). What is estimated from them (advantages, ratios, KL) is computed by the learner when it consumes
@@ -25,7 +25,7 @@ Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 FinishReason = Literal["stop", "length", "context", "max_turns"]
-"""Its end was sampled or its environment ended it; its last turn, the whole row, or its number of turns reached the limit."""
+"""stop: its end was sampled, or its environment ended it. The others: the limit of its last turn, its row or its turns."""
 
 SOURCE = "source"
 """The column that names which of several mixed tasks a row is of."""
@@ -36,20 +36,18 @@ MAX_LOGPROB = 1e-3
 
 @dataclass(frozen=True)
 class Span:
-    """`num_tokens` consecutive tokens that were sampled by weight set `version`; None: no model did, an environment gave them.
-
-    cache_version: the oldest weights that computed keys and values these tokens attended to; None: `version` did them all.
-    restarts: the row begins anew with these tokens: they are a whole prompt, and what follows reads nothing before them.
-    """
+    """`num_tokens` consecutive tokens that were sampled by weight set `version`; None: given by an environment."""
 
     version: int | None
     num_tokens: int
     cache_version: int | None = None
+    """The oldest weights that computed keys and values these tokens attended to; None: `version` did them all."""
     restarts: bool = False
+    """The row begins anew with these tokens: they are a whole prompt, and later tokens read nothing before them."""
 
 
 class Piece(NamedTuple):
-    """What one plain pass reads of a row of T tokens behind a prompt: `[start, stop)` of them, behind their own first
+    """The tokens `[start, stop)`, of a row of T behind a prompt, that one plain pass reads, behind their own first
     `num_prompt` tokens; 0 in the first piece, which stands behind the group's prompt."""
 
     start: int
@@ -58,7 +56,7 @@ class Piece(NamedTuple):
 
     @property
     def num_read(self) -> int:
-        """Tokens of it that are read: the last one is only predicted."""
+        """Tokens of the piece that are read: all but the last, which is only predicted."""
         return self.stop - self.start - 1
 
 
@@ -66,47 +64,47 @@ class Piece(NamedTuple):
 class SamplingMask:
     """The tokens that could have been sampled, where the settings of sampling cut the others off.
 
-    A learner that evaluates a token under other weights must renormalise over the same tokens, or its ratio to the
-    behaviour log-probability compares two different distributions.
-    sizes: int32 [N], how many tokens each sampled token was one of. ids: int32 [sum of sizes], one after the other.
+    A learner that evaluates a token under other weights must renormalise over the same tokens, or its ratio to the behaviour
+    log-probability compares two different distributions.
     """
 
     sizes: Int32Array
+    """int32 [N], how many tokens each sampled token was one of."""
     ids: Int32Array
+    """int32 [sum of sizes], one after the other."""
 
 
 @dataclass(frozen=True)
 class Rollout:
     """One completion with everything observed while it was made.
 
-    Of an episode with an environment the completion is all turns, and between them what the environment answered: observations,
+    In an episode with an environment the completion is all turns, and between them the environment's answers: observations,
     which the model read and did not choose. Of its T tokens N were sampled; they alone have log-probabilities, versions and
     losses. An episode of several conversations, or whose chat template rewrites earlier messages, consists of several pieces:
-    between two of its turns stands the whole prompt of what follows. One whose first prompt differs from those of its group
-    begins with an observation: what of it stands behind the group's. Axes: T tokens behind the prompt, N sampled ones.
-
-    completion_ids: int32 [T] as the engine saw them, each turn with its end token where that was sampled; the last token was.
-    logprobs: float32 [N], log-probability of each sampled token under the distribution it was really sampled from.
-    spans: of the tokens in order; their lengths sum to T.
-    reference: float32 [N], log-probability of each sampled token under the frozen reference, at the same temperature and over
-        the same sampling mask; None where no actor computed it.
-    turn_scores: the environment's score of each turn but the last, which counts for those before it too; or an agent's of each
-        turn, which counts for that one. None where there is none; empty where there never is.
-    routing: uint8 or uint16 [P + R, layers, k], the experts of each position that a forward pass reads, P of the prompt and R
-        (`num_read`) behind it; None where no engine recorded them.
+    between two of its turns stands the whole prompt of the later one. If its first prompt differs from the group's, it begins
+    with an observation: the part of its prompt behind the group's. Axes: T tokens behind the prompt, N sampled ones.
     """
 
     completion_ids: Int32Array
+    """int32 [T] as the engine saw them, each turn with its end token where that was sampled; the last token was."""
     logprobs: Float32Array
+    """float32 [N], log-probability of each sampled token under the distribution it was really sampled from."""
     spans: tuple[Span, ...]
+    """Spans of the tokens in order; their lengths sum to T."""
     finish_reason: FinishReason
     scores: Mapping[str, Score] = field(default_factory=dict)
     text: str = ""
     timings: Mapping[str, float] = field(default_factory=dict)
     sampling_mask: SamplingMask | None = None
     reference: Float32Array | None = None
+    """float32 [N], log-probability of each sampled token under the frozen reference, at the same temperature and over the same
+    sampling mask; None where no actor computed it."""
     turn_scores: tuple[float | None, ...] = ()
+    """The environment's score of each turn but the last, which counts for those before it too; or an agent's of each turn,
+    which counts for that one. None where there is none; empty where there never is."""
     routing: RoutingArray | None = None
+    """uint8 or uint16 [P + R, layers, k], the experts of each position that a forward pass reads, P of the prompt and R
+    (`num_read`) behind it; None where no engine recorded them."""
 
     def __post_init__(self) -> None:
         ids = self.completion_ids
@@ -136,8 +134,7 @@ class Rollout:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a budget of tokens cut it: that of its last turn or of the whole row. One that had all its turns came to its
-        end."""
+        """Whether a limit of tokens cut its last turn or the whole row. A rollout with all its turns is not truncated."""
         return self.finish_reason in ("length", "context")
 
     @property
@@ -151,7 +148,7 @@ class Rollout:
         return sum(num_tokens for _, num_tokens in self.sampled_spans())
 
     def sampled_spans(self) -> Iterator[tuple[int, int]]:
-        """(version, tokens) of what was sampled."""
+        """(version, tokens) of each sampled span."""
         return ((span.version, span.num_tokens) for span in self.spans if span.version is not None)
 
     @property
@@ -182,7 +179,7 @@ class Rollout:
 
     @property
     def pieces(self) -> list[Piece]:
-        """What plain passes read, in order; one without restarts."""
+        """The pieces that plain passes read, in order; one without restarts."""
         return pieces(self.spans)
 
     @property
@@ -210,13 +207,13 @@ def sampled(spans: Sequence[Span]) -> BoolArray:
 
 def pieces(spans: Sequence[Span]) -> list[Piece]:
     """The pieces of the tokens that these spans cover."""
-    found, at = [Piece(0, 0, 0)], 0
+    parts, at = [Piece(0, 0, 0)], 0
     for span in spans:
         if span.restarts:
-            found.append(Piece(at, span.num_tokens, at))
+            parts.append(Piece(at, span.num_tokens, at))
         at += span.num_tokens
-        found[-1] = found[-1]._replace(stop=at)
-    return found
+        parts[-1] = parts[-1]._replace(stop=at)
+    return parts
 
 
 def _check_restarts(spans: Sequence[Span]) -> None:
@@ -247,27 +244,26 @@ def _check_sampling_mask(sampling_mask: SamplingMask, ids: Int32Array) -> None:
             f"sampling_mask must have its {len(kept)} ids in {len(ids)} parts of at least 1, got {int(sizes.sum())}"
         )
     starts = np.cumsum(sizes) - sizes
-    found = np.add.reduceat(kept == np.repeat(ids, sizes), starts, dtype=np.int64)
-    if not bool((found == 1).all()):
-        raise RecordError(f"token {int(np.flatnonzero(found != 1)[0])} is not once in its own sampling mask")
+    counts = np.add.reduceat(kept == np.repeat(ids, sizes), starts, dtype=np.int64)
+    if not bool((counts == 1).all()):
+        raise RecordError(f"token {int(np.flatnonzero(counts != 1)[0])} is not once in its own sampling mask")
 
 
 @dataclass(frozen=True)
 class Group:
-    """The rollouts of one prompt. `(number, attempt)` names the work; `number` fixes prompt and seeds.
-
-    prompt_ids: int32 [P]. columns: the prompt's row of the data set, kept for the record and the samples on disk.
-    sampling: how the completions were sampled.
-    """
+    """The rollouts of one prompt. `(number, attempt)` names the work; `number` fixes prompt and seeds."""
 
     number: int
     attempt: int
     prompt_ids: Int32Array
+    """int32 [P]."""
     rollouts: tuple[Rollout, ...]
     sampling: Sampling
+    """How the completions were sampled."""
     actor: str = ""
     prompt: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
+    """The prompt's row of the data set, kept for the record and the samples on disk."""
 
     def __post_init__(self) -> None:
         if self.number < 0 or self.attempt < 0:
@@ -284,7 +280,7 @@ class Group:
         _check_routing(len(self.prompt_ids), self.rollouts)
 
     def sampled_spans(self) -> Iterator[tuple[int, int]]:
-        """(version, tokens) of what was sampled, of all members."""
+        """(version, tokens) of each sampled span of all members."""
         for rollout in self.rollouts:
             yield from rollout.sampled_spans()
 
@@ -303,7 +299,7 @@ class Group:
 
 
 def _check_routing(prompt: int, rollouts: Sequence[Rollout]) -> None:
-    """That of all members is of the same layers and of all positions, or there is none."""
+    """Check that the routing of all members has the same layers and all positions, or that none has one."""
     found = [None if each.routing is None else each.routing.shape for each in rollouts]
     wanted = [None if found[0] is None else (prompt + each.num_read, *found[0][1:]) for each in rollouts]
     if found != wanted:
@@ -311,7 +307,7 @@ def _check_routing(prompt: int, rollouts: Sequence[Rollout]) -> None:
 
 
 def source_of(columns: Mapping[str, Any]) -> str | None:
-    """Of a row's columns; None where the data are of one task."""
+    """The source named by a row's columns; None where the data are of one task."""
     return None if columns.get(SOURCE) is None else str(columns[SOURCE])
 
 
@@ -326,7 +322,7 @@ def staleness(version: int, step: int) -> int:
 
 @dataclass(frozen=True)
 class Entry:
-    """Of a group that was put, what the queue decides by."""
+    """The facts about a put group that the queue decides by."""
 
     attempt: int
     oldest_version: int

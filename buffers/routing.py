@@ -1,4 +1,4 @@
-"""Which experts compute a position, in models whose layers are mixtures of them: what is recorded, of which families. No torch.
+"""The recorded experts of each position in models with mixtures of experts, and the supported families. No torch.
 
 A router chooses some experts for each position in each mixture layer. The engine records its choice, and the learner's passes
 take the same experts (rollout routing replay, Ma et al. 2025, arXiv 2510.11370).
@@ -25,7 +25,7 @@ and numbers of experts. Of others nothing is recorded."""
 
 
 class Routing(NamedTuple):
-    """Of a model: mixture layers, experts that a position takes in each, and experts that there are."""
+    """The size of a model's routing: mixture layers, experts that a position takes in each, and experts in all."""
 
     layers: int
     choices: int
@@ -33,7 +33,7 @@ class Routing(NamedTuple):
 
 
 def misfit(known: Routing | None, routing: RoutingArray) -> str | None:
-    """What of a recorded one is not of this model."""
+    """Why a recorded routing does not fit this model; None when it does."""
     if known is None:
         return "experts that are not known here"
     if (shape := routing.shape[1:]) != known[:2]:
@@ -43,7 +43,7 @@ def misfit(known: Routing | None, routing: RoutingArray) -> str | None:
 
 
 def routing_of(config: Any) -> Routing | None:
-    """Of a transformers configuration; None for a family that is not listed, and without experts."""
+    """The routing of a transformers configuration; None for a family that is not listed, and without experts."""
     if config.model_type not in SOFTMAX | SIGMOID:
         return None
     names = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -56,7 +56,7 @@ def routing_of(config: Any) -> Routing | None:
 
 
 def read_routing(directory: Path, model_type: str) -> Routing | None:
-    """Of the model in a directory, which is of this type."""
+    """The routing of the model in a directory, which is of this type."""
     if model_type not in SOFTMAX | SIGMOID:
         return None
     from transformers import AutoConfig  # slow to import, and few need it
@@ -65,12 +65,12 @@ def read_routing(directory: Path, model_type: str) -> Routing | None:
 
 
 def routers(model: Any) -> list[Any]:
-    """Of a transformers model, in the order of its layers. Raises ConfigError where its experts cannot be recorded."""
+    """A transformers model's routers in the order of its layers. Raises ConfigError where its experts cannot be recorded."""
     config = model.config.get_text_config()
-    found = [each for each in model.modules() if type(each).__name__.lower().endswith("topkrouter")]
-    if {Routing(len(found), each.top_k, each.num_experts) for each in found} != {routing_of(config)}:
+    modules = [each for each in model.modules() if type(each).__name__.lower().endswith("topkrouter")]
+    if {Routing(len(modules), each.top_k, each.num_experts) for each in modules} != {routing_of(config)}:
         raise ConfigError(not_recorded(str(config.model_type)))
-    return found
+    return modules
 
 
 def not_recorded(kind: str) -> str:

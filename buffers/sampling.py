@@ -1,4 +1,4 @@
-"""How a token is chosen from the model's distribution: the one place that names the settings of sampling.
+"""The settings by which a token is sampled from the model's distribution, named here only.
 
 The configuration's `[generation]`, requests, records, the wire and both engines take names, types, defaults and ranges from the
 fields below. A setting is added here, in `actors/torch_engine/sampling.py` (what it keeps of a distribution) and in
@@ -20,7 +20,7 @@ class Sampling(Section):
     model_config = ConfigDict(strict=True)
 
     temperature: float = Field(default=1.0, ge=0, le=100)
-    """What logits are divided by; 0 is greedy, with the log-probabilities of temperature 1, and nothing is cut off then."""
+    """Divisor of the logits; 0 is greedy, with the log-probabilities of temperature 1, and nothing is cut off then."""
     top_k: int = Field(default=0, ge=0, le=(1 << 31) - 1)
     """Only the likeliest `top_k` tokens are sampled; 0: all."""
     top_p: float = Field(default=1.0, gt=0, le=1)

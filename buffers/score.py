@@ -17,13 +17,13 @@ MAX_SCORE = 1e18
 class Score:
     """A value, not applicable (`Score()`), or failed for a reason.
 
-    A failed score is never a number: it is left out of every mean and counted. metrics: further finite numbers about the
-    completion, reported beside the reward and never trained on.
+    A failed score is never a number: it is left out of every mean and counted.
     """
 
     value: float | None = None
     failure: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further finite numbers about the completion, reported beside the reward and never trained on."""
 
     def __post_init__(self) -> None:
         if self.value is not None and self.failure is not None:
@@ -49,7 +49,7 @@ class Score:
 
 
 def _is_score(value: Any) -> bool:
-    """Whether it is a real number within the limit, of whatever package: what is not finite is not."""
+    """Whether it is a finite real number within the limit, of any package."""
     try:
         return bool(-MAX_SCORE <= value <= MAX_SCORE) and (isinstance(value, Real) or not isinstance(value, Complex))
     except (TypeError, ValueError, RuntimeError):

@@ -35,12 +35,12 @@ class StageTime(NamedTuple):
 
 
 def pack(stages: Mapping[str, StageTime]) -> dict[str, float]:
-    """As a rollout's timings carry them, to the microsecond."""
+    """The times as a rollout's timings have them, rounded to microseconds."""
     return {f"{name}.{part}": round(value, 6) for name, time in stages.items() for part, value in time._asdict().items()}
 
 
 def pack_ahead(seconds: Mapping[str, float]) -> dict[str, float]:
-    """By stage, the seconds it worked on a completion before that had ended."""
+    """Seconds that each stage worked on a completion before its end, by stage."""
     return {f"{name}{_AHEAD}": round(value, 6) for name, value in seconds.items()}
 
 
@@ -60,17 +60,17 @@ def stage_metrics(rollouts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     `stages/<name>/ahead_s`: of a reward that reads along, its seconds before the completions ended; not in the others.
     `stages/exposed_ratio`: of all seconds of scoring, the share during which the completion's own engine had nothing to do.
     """
-    found: dict[str, list[StageTime]] = {}
+    by_stage: dict[str, list[StageTime]] = {}
     ahead: dict[str, list[float]] = {}
     for timings in rollouts:
         for key in timings:
             if key.endswith(_AHEAD):
                 ahead.setdefault(key.removesuffix(_AHEAD), []).append(timings[key])
         for name, time in unpack(timings).items():
-            found.setdefault(name, []).append(time)
-    metrics = {f"stages/{name}/seconds": _mean([time.seconds for time in times]) for name, times in found.items()}
+            by_stage.setdefault(name, []).append(time)
+    metrics = {f"stages/{name}/seconds": _mean([time.seconds for time in times]) for name, times in by_stage.items()}
     metrics |= {f"stages/{name}/ahead_s": _mean(seconds) for name, seconds in ahead.items()}
-    scoring = {name: times for name, times in found.items() if name != GENERATION}
+    scoring = {name: times for name, times in by_stage.items() if name != GENERATION}
     for name, times in scoring.items():
         metrics[f"stages/{name}/exposed_s"] = _mean([max(0.0, time.seconds - time.hidden_s) for time in times])
     total = sum(time.seconds for times in scoring.values() for time in times)
@@ -120,7 +120,7 @@ _log = logging.getLogger(__name__)
 
 
 class SpanFile:
-    """What a process did and when (idle stretches, adopted weights), one JSON object a line, for a trace afterwards.
+    """A process's timed activities (idle stretches, adopted weights), one JSON object a line, for a trace afterwards.
 
     Owns the file, appended to by one process. max_bytes: as of `LineFile`. `lost_lines`: those that could not be written, on a
     full disk for example."""

@@ -23,15 +23,13 @@ class FilePart:
 
 @dataclass(frozen=True)
 class RawTensor:
-    """Row-major little-endian bytes with a torch dtype name; `len(data)` is checked against dtype and shape.
-
-    part: where the same bytes lie for other processes, if they do.
-    """
+    """Row-major little-endian bytes with a torch dtype name; `len(data)` is checked against dtype and shape."""
 
     dtype: str
     shape: tuple[int, ...]
     data: bytes | memoryview
     part: FilePart | None = field(default=None, compare=False, repr=False)
+    """The place of the same bytes for other processes, if they have one."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:

@@ -23,11 +23,11 @@ from typing import Any
 from urllib.parse import unquote
 
 PRIVATE = f"{__name__}."
-"""How the names of their modules begin."""
+"""The prefix of their modules' names."""
 __path__: list[str] = []  # folders are found by `_Finder`
 _NEVER_OWN = {"async_rlhf", "__main__", "__mp_main__"}
 _importing: dict[str, int] = {}
-"""By the name of a module that is being imported, the thread that does."""
+"""The importing thread, by the name of the module."""
 
 
 class MissingFileError(ImportError):
@@ -56,7 +56,7 @@ def import_file(path: Path) -> ModuleType:
 
 
 def is_guarded(path: Path) -> bool:
-    """Whether what this script does is under `if __name__ == "__main__"`: without, importing it would do it once more."""
+    """Whether the script's work is under `if __name__ == "__main__"`; otherwise an import would repeat it."""
     try:
         statements = ast.parse(path.read_bytes()).body
     except (OSError, SyntaxError, ValueError):
@@ -66,7 +66,7 @@ def is_guarded(path: Path) -> bool:
 
 
 def _escaped(path: str) -> str:
-    """As a part of a module's name."""
+    """The path, escaped as a part of a module's name."""
     return path.replace("%", "%25").replace(".", "%2E")
 
 
@@ -83,12 +83,12 @@ class _Finder:
             spec = ModuleSpec(name, None, is_package=True)
             spec.submodule_search_locations = [str(place)]
             return spec if place.is_absolute() and place.is_dir() else None
-        found = PathFinder.find_spec(name, path)
-        if found is None and len(inner) == 1 and (file := place / unquote(inner[0])).is_file():
-            found = spec_from_file_location(name, file)
-        if found is not None and type(found.loader) is SourceFileLoader:
-            found.loader = _Loader(name, found.loader.path, PRIVATE + folder)
-        return found
+        module_spec = PathFinder.find_spec(name, path)
+        if module_spec is None and len(inner) == 1 and (file := place / unquote(inner[0])).is_file():
+            module_spec = spec_from_file_location(name, file)
+        if module_spec is not None and type(module_spec.loader) is SourceFileLoader:
+            module_spec.loader = _Loader(name, module_spec.loader.path, PRIVATE + folder)
+        return module_spec
 
 
 sys.meta_path.insert(0, _Finder)
@@ -127,10 +127,10 @@ class _Import:
     ) -> ModuleType:
         top = name.partition(".")[0]
         if level or not self._has(top):
-            found = builtins.__import__(name, globals, locals, fromlist or (), level)
-            return self._importlib() if found is importlib else found
-        found = builtins.__import__(f"{self._folder}.{name}", globals, locals, fromlist or (), 0)
-        return found if fromlist else sys.modules[f"{self._folder}.{top}"]
+            module = builtins.__import__(name, globals, locals, fromlist or (), level)
+            return self._importlib() if module is importlib else module
+        module = builtins.__import__(f"{self._folder}.{name}", globals, locals, fromlist or (), 0)
+        return module if fromlist else sys.modules[f"{self._folder}.{top}"]
 
     def import_module(self, name: str, package: str | None = None) -> ModuleType:
         own = self._has(name.partition(".")[0])

@@ -28,8 +28,8 @@ Interval = tuple[float, float]
 class KindSection(Section):
     """A section whose `kind` names a function, with the function's own parameters as settings beside its fields.
 
-    Those of a shipped function are read and filled in as the section is made. Those of a user's own file are when they are
-    asked for, first by the check before a run: who only reads a configuration needs no such file.
+    The parameters of a shipped function are filled in when the section is made; those of a user's file when they are first
+    requested, by the check before a run, so that a configuration can be read without the file.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -52,18 +52,18 @@ class KindSection(Section):
 
     @model_serializer(mode="wrap")
     def _dump(self, dump: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
-        """What was filled in is neither set nor other than the default."""
+        """Leave out filled-in values when only set or changed ones are wanted."""
         values: dict[str, Any] = dump(self)
         if not (info.exclude_defaults or info.exclude_unset) or self.kind not in shipped(self.decorator):
             return values
         filled_in = own_parameters(type(self), self.kind)().model_dump()
-        own = self.model_extra or {}
-        return {name: value for name, value in values.items() if name not in own or own[name] != filled_in[name]}
+        extra = self.model_extra or {}
+        return {name: value for name, value in values.items() if name not in extra or extra[name] != filled_in[name]}
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The function's own. Raises ConfigError for a function that cannot be read, ValidationError for what it does not
-        take."""
+        """The function's own parameters. Raises ConfigError for a function that cannot be read, ValidationError for values that
+        it does not take."""
         return dict(own_parameters(type(self), self.kind).model_validate(self.model_extra))
 
     @property
@@ -75,7 +75,7 @@ class KindSection(Section):
 
 @cache
 def own_parameters(section: type[KindSection], kind: str) -> type[Section]:
-    """The parameters of a function that are no fields of its section, as a section. Raises ConfigError."""
+    """A section of the function's parameters that are not fields of `section`. Raises ConfigError."""
     taken = declared(section.decorator, kind).parameters
     for name in taken.keys() & section.model_fields:
         if taken[name][1] is not ...:
@@ -83,8 +83,8 @@ def own_parameters(section: type[KindSection], kind: str) -> type[Section]:
                 f"{section.decorator}.kind = {kind!r}: parameter {name!r} has the name of {section.decorator}.{name}, which is "
                 "given to it; leave its default out, or choose another name"
             )
-    own: dict[str, Any] = {name: each for name, each in taken.items() if name not in section.model_fields}
-    return create_model(kind, __base__=_Parameters, **own)
+    fields: dict[str, Any] = {name: each for name, each in taken.items() if name not in section.model_fields}
+    return create_model(kind, __base__=_Parameters, **fields)
 
 
 class _Parameters(Section):
@@ -92,7 +92,7 @@ class _Parameters(Section):
 
 
 class AdvantageConfig(KindSection):
-    """What a completion, or each of its tokens, is worth. Beside these keys each estimator has parameters of its own."""
+    """The advantage of a completion or of each token. Beside these keys each estimator has parameters of its own."""
 
     decorator = "advantage"
     kind: str = "group_relative"
@@ -116,7 +116,7 @@ class AdvantageConfig(KindSection):
     lam: float = Field(default=0.95, ge=0, le=1)
     """Decay of the traces of `gae` and `traced` (and of `v_trace`, times its c)."""
     normalise: bool = True
-    """With a critic: advantages of the batch's tokens are brought to mean 0 and standard deviation 1."""
+    """With a critic: normalise the advantages of the batch's tokens to mean 0 and standard deviation 1."""
 
     @property
     def needs_critic(self) -> bool:
@@ -151,7 +151,7 @@ class LossConfig(KindSection):
     token_mask: Interval | None = None
     """Tokens whose ratio proximal / behaviour lies outside are masked (IcePop)."""
     is_level: Literal["token", "sequence", "product"] = "token"
-    """Whose ratio the importance weight is: the token's, or its completion's, which is the geometric mean over the tokens
+    """The ratio of the importance weight: the token's, or its completion's, which is the geometric mean over the tokens
     (`sequence`) or their product. A loss of whole completions reads `token` as `sequence`."""
     sequence_mask: Interval | None = None
     """Completions are masked whose ratio proximal / behaviour, the geometric mean over the tokens, lies outside."""
@@ -177,7 +177,7 @@ class LossConfig(KindSection):
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """log p/q, its square halved, or q/p - 1 - log q/p, with p the policy and q the reference."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the divergence is subtracted: as a term of the loss, or from the reward of each token."""
+    """The place of the divergence: a term of the loss, or subtracted from the reward of each token."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
 
@@ -192,7 +192,7 @@ class LossConfig(KindSection):
         return self.kl_coef > 0 or "reference" in loss_spec(self.kind).needs
 
     def needs_evaluation(self, advantage: AdvantageConfig) -> bool:
-        """Whether the whole batch must be looked at before the first update."""
+        """Whether the whole batch must be evaluated before the first update."""
         of_tokens = advantage.needs_critic or advantage.needs_energy
         return of_tokens or self.kl_in_reward or self.second_moment is not None or self.is_normalised
 
@@ -240,7 +240,7 @@ class CriticConfig(Section):
     updates: int = Field(default=1, ge=1)
     """`model`: times it learns from the tokens of each update, all but one of them alone."""
     freeze_attention: bool = False
-    """`model`: the attention layers of its trunk stay what the policy's are at first."""
+    """`model`: its attention layers stay equal to the policy's initial ones."""
 
     def learns_alone(self, step: int) -> bool:
         """Whether nothing but the critic learns in step `step` (from 0)."""
@@ -261,13 +261,13 @@ class LearnerConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes on after the warm-up; `linear` and `cosine` fall to 0 at `max_steps`."""
+    """The learning rate after the warm-up; `linear` and `cosine` fall to 0 at `max_steps`."""
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer updates made from one pass over a batch (minibatches of whole groups)."""
     epochs: int = Field(default=1, ge=1)
     """Passes over a batch."""
     micro_batch_tokens: int = Field(default=2048, ge=1)
-    """Padded tokens of one forward and backward pass; of completions of one prompt so many beside it."""
+    """Padded tokens of one forward and backward pass; for completions of one prompt, in addition to the prompt."""
     row_tokens: int | None = Field(default=None, ge=1)
     """A limit of memory: tokens of a prompt with several of its completions in one pass."""
     publish_every: int = Field(default=1, ge=1)
@@ -275,7 +275,7 @@ class LearnerConfig(Section):
     device: str = "cpu"
     """Torch device of the learner; with several ranks `"cuda"` gives every rank its own."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What products are computed in; weights and optimizer stay float32."""
+    """The dtype of products; weights and optimizer stay float32."""
     reference_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the frozen reference's weights, where the learner holds it; in `bfloat16` its products are too."""
     compile: bool = False
@@ -295,7 +295,7 @@ class LearnerConfig(Section):
     backend: Literal["torch", "deepspeed"] = "torch"
     """`torch`: every rank holds everything. `deepspeed`: ZeRO shares it out."""
     zero_stage: Literal[1, 2, 3] = 2
-    """`deepspeed`: what is shared out: optimizer state (1), gradients too (2), parameters too (3)."""
+    """`deepspeed` shards the optimizer state (1), also the gradients (2), also the parameters (3)."""
     deepspeed_config: str | None = None
     """`deepspeed`: a JSON file laid over the configuration made from these settings."""
     lora: LoraConfig = LoraConfig()
@@ -319,18 +319,18 @@ class CheckpointConfig(Section):
 
 
 LOGITS_MIB = 256
-"""Of float32 probabilities kept for the backward pass; those of further tokens are computed twice. On an accelerator also the
-size of a chunk of logits, whose products want many tokens and whose memory is kept by its allocator."""
+"""The float32 probabilities kept for the backward pass; those of further tokens are computed twice. On an accelerator also
+the size of a chunk of logits: its products want many tokens, and its allocator keeps the memory."""
 FLOAT32_BYTES = 4
-# One chunk of logits on a CPU. The C library fetches what is larger than 32 MiB from the system each time, and for a narrow
-# model first touching its pages takes longer than computing what stands on them. But each chunk reads the whole output layer,
-# and adds to the whole of its gradient: of a large vocabulary it has so many tokens at least.
+# One chunk of logits on a CPU. The C library takes blocks above 32 MiB from the system each time, and for a narrow model
+# touching their pages takes longer than computing their values. But each chunk reads the whole output layer, and adds to its
+# whole gradient, so with a large vocabulary a chunk has at least `_CPU_TOKENS` tokens.
 _CPU_MIB = 16
 _CPU_TOKENS = 128
 
 
 def tokens_within(vocabulary: int, mib: int) -> int:
-    """Tokens whose float32 logits fit into so much; one at least."""
+    """Tokens whose float32 logits fit into `mib` MiB; at least one."""
     return max(1, mib * 2**20 // (FLOAT32_BYTES * vocabulary))
 
 
@@ -341,24 +341,22 @@ def chunk_tokens(vocabulary: int, device: str) -> int:
 
 
 def token_cost(weights: float, width: int) -> float:
-    """What a token costs beside attention in a layer of so many weights, in pairs of a query and a key with so many numbers in
-    all heads: each weight is multiplied with a token once, each of those numbers with a pair twice; the backward pass has twice
-    as many products with weights, and 2.5 times as many with pairs."""
+    """The cost of a token beside attention in a layer with `weights` weights. The unit is the cost of one query-key pair with
+    `width` numbers in all heads. A token is multiplied with each weight once, a pair with each of its numbers twice; the
+    backward pass has twice as many products with weights, and 2.5 times as many with pairs."""
     return 3.0 * weights / (3.5 * 2 * width)
 
 
 def room_beside(prompt: int, cost: float) -> float:
-    """Tokens of completions in a row that begins with a prompt of so many, where all pairs of the row are computed. Further
+    """Tokens of completions in a row behind a prompt of this length, where all pairs of the row are computed. Further
     completions spare prompts and cost pairs that are masked: with w the cost of a token in pairs, (w l + l^2) / c, of a row of
     l = p + c, is least at c^2 = p^2 + w p."""
     return math.sqrt(prompt * (prompt + cost))
 
 
 def check_division(config: LearnerConfig, size_of: Callable[[str], int | None]) -> None:
-    """What ranks share must divide by them. `size_of`: a number in the model's configuration, None where it has no such.
-
-    Raises ConfigError.
-    """
+    """Raise ConfigError when the number of ranks does not divide the sizes that they share. `size_of`: a number in the model's
+    configuration, None where it has none."""
     heads = ("num_attention_heads", "num_key_value_heads")
     shared = {"sequence_parallel": heads, "tensor_parallel": (*heads, "intermediate_size")}
     for setting, names in shared.items():

@@ -33,21 +33,21 @@ class _RegisteredSpec(BaseModel):
 
 
 class LossSpec(_RegisteredSpec):
-    """What a loss is, apart from its formula."""
+    """The properties that a loss declares beside its formula."""
 
     level: Literal["token", "sequence", "pair"] = "token"
-    """What one term of the loss belongs to: a token, a whole completion, or two completions of a group."""
+    """The unit of one term of the loss: a token, a whole completion, or two completions of a group."""
     corrects: Literal["weights and masks", "masks", "nothing"] = "weights and masks"
-    """What its terms are multiplied by. A loss that has the ratio to the behaviour policy in itself takes masks only."""
+    """The factors of its terms. A loss that contains the ratio to the behaviour policy takes masks only."""
     learns_from: Literal["all", "pair", "best", "teacher"] = "all"
-    """Members of a group that it is given. `teacher`: all, and what the reference says of each token counts, no advantage."""
+    """Members of a group that it gets. `teacher`: all, and the reference's log-probabilities count in place of advantages."""
     needs: tuple[Literal["proximal", "behaviour", "reference", "top_k"], ...] = ("proximal",)
     """The log-probabilities that it reads beside the current ones. `top_k`: of the likeliest tokens under the current policy,
     as many as its parameter `top_k` says, under it and a reference that the learner holds."""
 
     @property
     def takes_ratios(self) -> bool:
-        """Whether it compares the policy with the one that sampled, and so with what that one really sampled from."""
+        """Whether it compares the policy with the one that sampled, and so needs the distribution really sampled from."""
         return self.corrects != "nothing"
 
     @model_validator(mode="after")
@@ -67,10 +67,10 @@ class LossSpec(_RegisteredSpec):
 
 
 class AdvantageSpec(_RegisteredSpec):
-    """What an advantage estimator is, apart from its formula."""
+    """The properties that an advantage estimator declares beside its formula."""
 
     level: Literal["group", "group_tokens", "tokens"] = "group"
-    """What it is called with: the rewards of one group (None: does not count); rewards, and energies of tokens (see
+    """Its argument: the rewards of one group (None: does not count); rewards, and energies of tokens (see
     `PolicyEvaluation`), of its completions that count; or all tokens of the batch (`Tokens`)."""
     critic: bool = False
     """Whether tokens have a critic's values; then it gives returns, to which the critic is fitted, beside advantages."""
@@ -117,8 +117,8 @@ def shipped(decorator: Decorator) -> Mapping[str, str]:
 
 @cache
 def declared(decorator: Decorator, kind: str) -> Declared:
-    """What a function declares. Raises ConfigError for one that is not there, is not declared with the decorator, or declares
-    what has no meaning."""
+    """The declaration of a function. Raises ConfigError for one that does not exist, lacks the decorator, or declares an
+    invalid combination."""
     tree, node, call = _declaration(decorator, kind)
     try:
         words = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
@@ -130,7 +130,7 @@ def declared(decorator: Decorator, kind: str) -> Declared:
     try:
         spec, taken = _spec(decorator, words), parameters(node, tree)
         if "top_k" in getattr(spec, "needs", ()) and "top_k" not in taken:
-            raise ConfigError('needs = ("top_k",): it says of how many tokens by a parameter, as in *, top_k: int = 32')
+            raise ConfigError('needs = ("top_k",): add a parameter for the number of tokens, such as *, top_k: int = 32')
     except ConfigError as error:
         raise ConfigError(f"{decorator}.kind = {kind!r}: {error}") from error
     return Declared(spec, taken)
@@ -153,22 +153,20 @@ losses, advantages = partial(shipped, "loss"), partial(shipped, "advantage")
 
 
 def loss_spec(kind: str) -> LossSpec:
-    """What a loss declares. Raises ConfigError as `declared` does."""
+    """The declaration of a loss. Raises ConfigError as `declared` does."""
     return declared("loss", kind).spec  # type: ignore[return-value]
 
 
 def advantage_spec(kind: str) -> AdvantageSpec:
-    """What an estimator declares. Raises ConfigError as `declared` does."""
+    """The declaration of an estimator. Raises ConfigError as `declared` does."""
     return declared("advantage", kind).spec  # type: ignore[return-value]
 
 
 def check_kind(kind: str, decorator: Decorator) -> str:
-    """Raises ValueError for what is neither shipped nor names a user's own."""
+    """Raise ValueError for a name that is neither shipped nor a user's own."""
     if kind in shipped(decorator) or all(kind.rpartition(":")[::2]):
         return kind
-    raise ValueError(
-        f"{kind!r} is none of {', '.join(shipped(decorator))} and names no 'file.py:name' or 'package.module:name'"
-    )
+    raise ValueError(f"{kind!r} is none of {', '.join(shipped(decorator))}, and not a 'file.py:name' or 'package.module:name'")
 
 
 def _spec(decorator: Decorator, words: Mapping[str, Any], *bare: Any) -> LossSpec | AdvantageSpec:

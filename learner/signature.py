@@ -16,25 +16,25 @@ from pydantic import Field
 from async_rlhf.buffers.errors import ConfigError
 
 Parameter = tuple[Any, Any]
-"""Its type, and its default, or `...` without one."""
+"""(type, default or `...`) of a parameter."""
 
 
 def parameters(node: ast.FunctionDef, tree: ast.Module) -> dict[str, Parameter]:
     """The keyword parameters of a function of a file. Raises ConfigError for one whose type or default cannot be read."""
     targets = [(each.targets[0], each.value) for each in tree.body if isinstance(each, ast.Assign)]
     aliases = {target.id: value for target, value in targets if isinstance(target, ast.Name)}
-    found: dict[str, Parameter] = {}
-    for each, written in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
+    taken: dict[str, Parameter] = {}
+    for argument, written in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
         try:
             default = ... if written is None else ast.literal_eval(written)
             unsaid = Any if default in (None, ...) else type(default)
-            found[each.arg] = (unsaid if each.annotation is None else _type(each.annotation, aliases), default)
+            taken[argument.arg] = (unsaid if argument.annotation is None else _type(argument.annotation, aliases), default)
         except (ValueError, TypeError) as error:
             raise ConfigError(
-                f"parameter {ast.unparse(each)!r}: {error}. It is read without running the file: a type is float, int, bool, "
+                f"parameter {ast.unparse(argument)!r}: {error}. It is read, not run: a type is float, int, bool, "
                 "str, Literal[...], tuple[...], Annotated[float, Field(gt=0)], or one of them | None; a default is a literal"
             ) from error
-    return found
+    return taken
 
 
 def _type(node: ast.expr, aliases: Mapping[str, ast.expr]) -> Any:

@@ -23,7 +23,7 @@ PANELS = {
     "Before a run": ("try", "doctor", "plan"),
     "Many runs and machines": ("sweep", "queue", "spool", "serve", "keys"),
 }
-"""What `--help` lists, under these headings and in this order."""
+"""The commands that `--help` lists, under these headings and in this order."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -46,7 +46,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Asynchronous off-policy RLHF. Start with:  async-rlhf train quick\n\n"
-    "Exit codes: 0 done, 1 failed, 2 usage, 3 configuration, 4 stalled, 5 a process ends again and again, "
+    "Exit codes: 0 done, 1 failed, 2 usage, 3 invalid configuration, 4 stalled, 5 a process keeps ending, "
     "6 rewards fail too often, 7 refused to train, 8 a file is damaged, 130 forced to end.",
 )
 
@@ -60,7 +60,7 @@ def group(name: str, words: str) -> typer.Typer:
 
 ConfigPath = Annotated[Path, typer.Argument(help="TOML file, or the name of a shipped configuration: quick.")]
 RunPath = Annotated[Path, typer.Argument(help="Run directory, for example runs/quick.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override: queue.max_staleness=0.")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Setting: queue.max_staleness=0.")]
 TokenFile = Annotated[Path | None, typer.Option(help="File with the token that clients must send.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
 
@@ -101,23 +101,23 @@ def experiment(name: str) -> Any:
     from importlib.metadata import entry_points
     from importlib.util import find_spec
 
-    found = next(iter(entry_points(group="async_rlhf.experiments", name=name)), None)
-    if found is None or find_spec("async_rlhf.experiments") is None:
+    entry = next(iter(entry_points(group="async_rlhf.experiments", name=name)), None)
+    if entry is None or find_spec("async_rlhf.experiments") is None:
         raise ConfigError(
             f"this installation has no {name!r}: it was made without experiments/, or is older than its code; install it again"
         )
-    return found.load()
+    return entry.load()
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print what comes from files or peers: it may not speak to the terminal."""
+    """Print text from files or peers, without its control characters."""
     from async_rlhf.run.run_files import printable
 
     typer.echo(printable(text), err=err)
 
 
 def overridden(overrides: list[str] | None) -> dict[str, Any]:
-    """What `--set` was given. Raises ConfigError."""
+    """The settings given by `--set`. Raises ConfigError."""
     from async_rlhf.run.loading import parse_override
 
     return dict(parse_override(text) for text in overrides or [])

@@ -15,7 +15,7 @@ __all__ = ["app", "machines", "main", "queues", "runs", "trying", "views"]
 
 def main() -> None:
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # what is not in its encoding is written as an escape
+        if isinstance(stream, TextIOWrapper):  # characters outside its encoding are written as escapes
             stream.reconfigure(errors="backslashreplace")
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what began this process may have left it ignored
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the parent process may have left it ignored
     app()

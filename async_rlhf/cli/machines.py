@@ -13,9 +13,9 @@ import typer
 from async_rlhf.cli.app import Overrides, command, group
 
 serve = group("serve", "Serve a reward, an environment or weights to actors.")
-keys = group("keys", "Make and revoke keys for what listens to other machines.")
+keys = group("keys", "Make and revoke keys for connections from other machines.")
 
-Address = Annotated[str, typer.Option(help="tcp://IP:PORT or ipc://PATH; beyond this machine only with --keys.")]
+Address = Annotated[str, typer.Option(help="tcp://IP:PORT or ipc://PATH; an address beyond this machine needs --keys.")]
 Keys = Annotated[Path | None, typer.Option(help="Key directory (async-rlhf keys new DIR).")]
 KeyDirectory = Annotated[Path, typer.Argument(metavar="DIR", help="The hub's or relay's key directory.")]
 
@@ -27,7 +27,7 @@ def serve_reward(
     keys: Keys = None,
     overrides: Overrides = None,
 ) -> None:
-    """Serve a reward, which actors use as `remote`. Ctrl-C ends it. --set takes keys of [rewards] and [scoring]."""
+    """Serve a reward, which actors use as `remote`. Ctrl-C ends the server. --set takes keys of [rewards] and [scoring]."""
     from async_rlhf.actors.config import RewardsConfig, ScoringConfig
     from async_rlhf.actors.scoring.server import ScoringServer
     from async_rlhf.run.loading import parse_settings
@@ -45,7 +45,7 @@ def serve_environment(
     keys: Keys = None,
     overrides: Overrides = None,
 ) -> None:
-    """Serve an environment, which actors use as `remote:ADDRESS`. Ctrl-C ends it. --set takes keys of [environment]."""
+    """Serve an environment, which actors use as `remote:ADDRESS`. Ctrl-C ends the server. --set takes keys of [environment]."""
     from async_rlhf.actors.environments import EnvironmentConfig
     from async_rlhf.actors.environments.server import EnvironmentServer
     from async_rlhf.run.loading import parse_settings
@@ -65,8 +65,8 @@ def serve_sessions(
     keys: Keys = None,
     overrides: Overrides = None,
 ) -> None:
-    """Let harnesses play the episodes of a run. It uses them as `remote:ADDRESS`. Ctrl-C ends it. --set takes keys of
-    [environment]."""
+    """Let harnesses play the episodes of a run, whose environment is `remote:ADDRESS`. Ctrl-C ends the server. --set takes keys
+    of [environment]."""
     from async_rlhf.actors.agents.harness import serve_harnesses
     from async_rlhf.run.loading import parse_settings
 
@@ -77,7 +77,7 @@ def serve_sessions(
 
 
 def _serve(name: str, server: Any, further: Mapping[str, int] | None = None) -> None:
-    """Until SIGINT or SIGTERM; then say what it has answered. further: what else was counted."""
+    """Serve until SIGINT or SIGTERM, then print the counters. further: more of them."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: server.stop())
     typer.echo(f"{name} is served at {server.address}")
@@ -88,12 +88,12 @@ def _serve(name: str, server: Any, further: Mapping[str, int] | None = None) -> 
 @command(serve, "relay")
 def serve_relay(
     hub: Annotated[str, typer.Argument(help="Address of the hub, or of another relay.")],
-    address: Annotated[str, typer.Argument(help="tcp://IP:PORT or ipc://PATH for actors; beyond this machine only with keys.")],
-    keys: Annotated[Path | None, typer.Option(help="Key directory for the hub, as an actor has.")] = None,
-    own_keys: Annotated[Path | None, typer.Option(help="Key directory for actors, as a hub has.")] = None,
+    address: Annotated[str, typer.Argument(help="tcp://IP:PORT or ipc://PATH for actors; beyond this machine it needs keys.")],
+    keys: Annotated[Path | None, typer.Option(help="Key directory like an actor's, for the hub.")] = None,
+    own_keys: Annotated[Path | None, typer.Option(help="Key directory like a hub's, for actors.")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Relay weights to many actors. The hub sends them here once. Ctrl-C ends it."""
+    """Relay weights to many actors. The hub sends each version to the relay once. Ctrl-C ends the relay."""
     from async_rlhf.run.processes.roles import relay_by_hand
 
     relay_by_hand(hub, address, keys, own_keys, overrides or [], typer.echo)
@@ -103,10 +103,11 @@ def serve_relay(
 def keys_new(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="New directory; it stays on the hub's machine.")],
     names: Annotated[
-        list[str] | None, typer.Option("--name", metavar="NAME[:ROLE,...]", help="Machine, as actor, relay, learner, control.")
+        list[str] | None,
+        typer.Option("--name", metavar="NAME[:ROLE,...]", help="Machine (roles: actor, relay, learner, control)."),
     ] = None,
 ) -> None:
-    """Make the keys of a hub or relay. Also a key for each machine (of actors by default). Files are never overwritten."""
+    """Make the keys of a hub or relay. Each named machine gets a key, for actors by default. No file is overwritten."""
     from async_rlhf.buffers.transport.keys import create
     from async_rlhf.buffers.transport.link import new_pair
 

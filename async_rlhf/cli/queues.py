@@ -1,4 +1,4 @@
-"""Commands for a queue of runs (submit, list, stop, cancel, resume, serve), and for prompts that come while a run goes on."""
+"""Commands for a queue of runs (submit, list, stop, cancel, resume, serve), and for prompts that arrive during a run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from async_rlhf.serve.turns import Request
 
 queue = group("queue", "Queue runs, and run them one after another.")
-spool = group("spool", "Add prompts while a run goes on.")
+spool = group("spool", "Add prompts during a run.")
 
 QueuePath = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a queue of runs.")]
-RunName = Annotated[str, typer.Argument(metavar="NAME", help="Name of a run in it.")]
+RunName = Annotated[str, typer.Argument(metavar="NAME", help="Name of a run in the queue.")]
 SpoolPath = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of data.source = 'spool:DIR'.")]
 
 
@@ -29,7 +29,7 @@ def queue_serve(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the queue; created if missing.")],
     at_once: Annotated[int, typer.Option("--at-once", min=1, help="Runs at a time.")] = 1,
 ) -> None:
-    """Run what is submitted to DIR, first in, first out. Ctrl-C drains what runs; the next start continues it."""
+    """Run the runs submitted to DIR, first in, first out. Ctrl-C drains the running ones; the next start continues them."""
     from async_rlhf.serve.daemon import Daemon
     from async_rlhf.serve.queue_dir import QueueDir
 
@@ -38,7 +38,7 @@ def queue_serve(
 
 @command(queue, "submit")
 def queue_submit(directory: QueuePath, config: ConfigPath, overrides: Overrides = None) -> None:
-    """Add a run at the end of the queue. It is refused where `check` refuses it, or its name is taken."""
+    """Add a run at the end of the queue. It is refused if `check` refuses it or its name is taken."""
     put_behind(directory, load_config(config, overrides))
 
 
@@ -47,8 +47,8 @@ def queue_list(directory: QueuePath, as_json: AsJson = False) -> None:
     """List the runs: state, steps done, and why one failed."""
     from async_rlhf.serve.queue_dir import QueueDir
 
-    found = QueueDir.existing(directory)
-    rows, daemon = found.rows(), found.daemon()
+    queue_dir = QueueDir.existing(directory)
+    rows, daemon = queue_dir.rows(), queue_dir.daemon()
     if as_json:
         typer.echo(json.dumps({"daemon": None if daemon is None else str(daemon), "runs": rows}, indent=1))
         return
@@ -72,7 +72,7 @@ def queue_cancel(directory: QueuePath, name: RunName) -> None:
 
 @command(queue, "resume")
 def queue_resume(directory: QueuePath, name: RunName) -> None:
-    """Continue a run that was stopped or has failed, in its old place."""
+    """Continue a run that was stopped or has failed. It keeps its place in the queue."""
     _request("resume", directory, name)
 
 
@@ -83,7 +83,7 @@ def _request(what: Request, directory: Path, name: str) -> None:
 
 
 def put_behind(directory: Path, config: Config) -> None:
-    """Submit a run to a queue, and say what it waits for. Raises ConfigError."""
+    """Submit a run to a queue, and print what it waits for. Raises ConfigError."""
     from async_rlhf.preparation import check_startable
     from async_rlhf.run.checks.spool import make_spool
     from async_rlhf.serve.queue_dir import QueueDir
@@ -110,10 +110,10 @@ def spool_put(
 
     try:
         with nullcontext(sys.stdin.buffer) if str(file) == "-" else file.open("rb") as lines:
-            found = put(directory, lines)
+            deposited = put(directory, lines)
     except OSError as error:
         raise ConfigError(f"{str(file)!r} cannot be read: {error}; give a file of one JSON object a line") from error
-    typer.echo(f"{found.rows} rows, {found.num_bytes} bytes")
+    typer.echo(f"{deposited.rows} rows, {deposited.num_bytes} bytes")
 
 
 @command(spool, "listen")
@@ -125,7 +125,7 @@ def spool_listen(
     ] = None,
     token_file: TokenFile = None,
 ) -> None:
-    """Take prompts over HTTP: POST JSONL to /rows. Ctrl-C ends it, not the run."""
+    """Receive prompts over HTTP: POST JSONL to /rows. Ctrl-C ends the listener, not the run."""
     from async_rlhf.watch.intake import listen
 
     listen(directory, address, token_file, say)
@@ -133,7 +133,7 @@ def spool_listen(
 
 @command(spool, "end")
 def spool_end(directory: SpoolPath) -> None:
-    """Close the spool. A run ends when it has used the prompts that are there."""
+    """Close the spool. Its run ends after the prompts that have arrived."""
     from async_rlhf.buffers.spool.deposit import end
 
     end(directory)

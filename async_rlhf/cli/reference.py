@@ -29,7 +29,7 @@ One text is a list of one. `{NAME}` is a name that the user chooses, left out in
 
 Made by `python -m async_rlhf.cli.reference`.
 """
-# Where each section is explained, beside what stands here.
+# The page that explains each section.
 _PAGES = {
     "": "[README.md](../README.md)",
     "data": "[data.md](data.md)",
@@ -72,8 +72,8 @@ def _section(name: str, section: type[BaseModel]) -> Iterator[str]:
     yield f"## [{name}]\n" if name else "## At the top\n"
     yield f"{_one_line(section.__doc__)} {_PAGES[name]}; `{section.__module__}.{section.__name__}`\n"
     yield "| key=default, type, limits | meaning |\n| --- | --- |"
-    own = (setting for setting in settings(section) if name or "." not in setting.key)
-    yield "\n".join(_row(setting, f"{name}." if name else "") for setting in own)
+    shown = (setting for setting in settings(section) if name or "." not in setting.key)
+    yield "\n".join(_row(setting, f"{name}." if name else "") for setting in shown)
     yield ""
     if issubclass(section, KindSection):
         yield f"| `{name}.kind` | parameters of its own |\n| --- | --- |"
@@ -113,7 +113,7 @@ def _type(annotation: Any) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    """As it stands behind the key: nothing for one that must be set."""
+    """The default behind a key; empty for a key that must be set."""
     if field.is_required():
         return ""
     value = field.get_default(call_default_factory=True)
@@ -121,18 +121,18 @@ def _default(field: FieldInfo) -> str:
 
 
 def _limits(field: FieldInfo) -> str:
-    found = []
-    for each in field.metadata:
+    limits = []
+    for constraint in field.metadata:
         for name, sign in _SIGNS.items():
-            if (limit := getattr(each, name, None)) is not None:
-                found.append(f" {sign}{_number(limit)}" + " characters" * name.endswith("length"))
-        if pattern := getattr(each, "pattern", None):
-            found.append(f" `{pattern}`")
-    return ",".join(found)
+            if (limit := getattr(constraint, name, None)) is not None:
+                limits.append(f" {sign}{_number(limit)}" + " characters" * name.endswith("length"))
+        if pattern := getattr(constraint, "pattern", None):
+            limits.append(f" `{pattern}`")
+    return ",".join(limits)
 
 
 def _number(value: float) -> str:
-    """Large powers of two as such."""
+    """A number as text, large powers of two as such."""
     whole = int(value)
     power = whole.bit_length() - 1
     return f"2^{power}" if whole == value and power > 16 and whole == 1 << power else f"{value}"

@@ -15,7 +15,7 @@ from async_rlhf.cli.app import AsJson, ConfigPath, Overrides, RunPath, app, comm
 def init(
     directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder to write to; created if missing.")] = Path(),
 ) -> None:
-    """Write a configuration, a reward and data that train at once. All are commented; nothing is overwritten."""
+    """Write a configuration, a reward and data that train at once. All are commented; no file is overwritten."""
     from async_rlhf.run.shipped import write_start
 
     for path in write_start(directory):
@@ -28,10 +28,10 @@ def train(
     config: ConfigPath,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run directory of this configuration.")] = False,
-    from_step: Annotated[int | None, typer.Option(min=0, help="With --resume: from the kept checkpoint of this step.")] = None,
+    from_step: Annotated[int | None, typer.Option(min=0, help="With --resume: from the checkpoint of this step.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove the existing run directory and start anew.")] = False,
 ) -> None:
-    """Train a model. Ctrl-C finishes what has begun and saves; a second one ends at once."""
+    """Train a model. Ctrl-C finishes the groups in progress and saves a checkpoint; a second one ends at once."""
     from async_rlhf.launch.local import warm
 
     warm()  # beside all that comes before the first role
@@ -44,7 +44,7 @@ def check(
     overrides: Overrides = None,
     deep: Annotated[bool, typer.Option("--deep", help="Load the model; compare engine and learner with plain passes.")] = False,
 ) -> None:
-    """Check a configuration, its data and its rewards. Says what a run of it would do, and where."""
+    """Check a configuration, its data and its rewards. Print the size of its run and the placement of processes."""
     from async_rlhf.inspect.trials import call_once
     from async_rlhf.preparation import places
     from async_rlhf.run.checks.preflight import preflight
@@ -88,7 +88,7 @@ def evaluate(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate a model as a run of this configuration would. Greedy, and with evaluation.samples pass@k; without a run."""
+    """Evaluate a model as a run of this configuration would. Decoding is greedy; evaluation.samples adds pass@k."""
     from async_rlhf.preparation import evaluate as judged
     from async_rlhf.run.display.console import Display, held_out
 
@@ -97,8 +97,8 @@ def evaluate(
         typer.echo(json.dumps(judged(loaded, model), indent=1))
         return
     with Display() as display:
-        found = judged(loaded, model, display)
-    say(f"{model}: {held_out(found)}")
+        record = judged(loaded, model, display)
+    say(f"{model}: {held_out(record)}")
 
 
 @command(app, "set")
@@ -107,7 +107,7 @@ def set_values(
     values: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE...]", help="As learner.learning_rate=5e-5.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change settings of a run without a restart. Without values, list what may be changed."""
+    """Change settings of a run without a restart. Without values, list the settings that can be changed."""
     from async_rlhf.learner.loop.changes import described
     from async_rlhf.run.live import ask, present
     from async_rlhf.run.reading import Reading
@@ -127,27 +127,27 @@ def set_values(
 
 @command(app)
 def stop(run_dir: RunPath) -> None:
-    """Drain a live run. No new work, finish what has begun, checkpoint, exit 0."""
+    """Drain a live run. It begins no new work, finishes the groups in progress, saves a checkpoint and exits with 0."""
     import signal
 
     from async_rlhf.launch.run_lock import signal_holder
     from async_rlhf.run.run_dir import RunDir
 
     run = RunDir.existing(run_dir)
-    found = signal_holder(run.lock_file, signal.SIGTERM)
-    say(f"{run.path} drains ({found}); follow it with: async-rlhf status {run.path}")
+    holder = signal_holder(run.lock_file, signal.SIGTERM)
+    say(f"{run.path} drains ({holder}); follow it with: async-rlhf status {run.path}")
 
 
 @command(app)
 def fork(
     run_dir: RunPath,
-    name: Annotated[str, typer.Option(help="Name of the new run; its directory comes beside the old one's.")],
+    name: Annotated[str, typer.Option(help="Name of the new run; its directory is made beside the old one.")],
     overrides: Overrides = None,
-    best: Annotated[bool, typer.Option("--best", help="From the checkpoint that was evaluated best, not the newest.")] = False,
-    from_step: Annotated[int | None, typer.Option(min=1, help="From the checkpoint of this step, not the newest.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Start from the checkpoint with the best evaluation.")] = False,
+    from_step: Annotated[int | None, typer.Option(min=1, help="Start from the checkpoint of this step.")] = None,
     to: Annotated[Path | None, typer.Option("--to", metavar="DIR", help="Submit to this queue instead of running it.")] = None,
 ) -> None:
-    """Begin a new run from another run's checkpoint. With its configuration and overrides."""
+    """Begin a new run from another run's newest checkpoint. It has that run's configuration with your overrides."""
     from async_rlhf.cli.queues import put_behind
     from async_rlhf.run.live import forked
     from async_rlhf.run.run_dir import RunDir
@@ -161,32 +161,32 @@ def fork(
 
 @command(app)
 def sweep(
-    config: Annotated[Path, typer.Argument(metavar="FILE", help="TOML file of a sweep, or a shipped one by name: quick.")],
+    config: Annotated[Path, typer.Argument(metavar="FILE", help="TOML file of a sweep, or the name of a shipped one: quick.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="In each cell; also sweep.name, .output_dir, .seeds."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Override in each cell; also sweep.name, .output_dir, .seeds."),
     ] = None,
-    jobs: Annotated[int | None, typer.Option(help="Cells at once: 1 by default, at most one per CPU or Ray node.")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Cells at a time: 1 by default, at most one per CPU or Ray node.")] = None,
     ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Run cells on Ray: IP:PORT of its head, or auto.")] = None,
     only: Annotated[list[str] | None, typer.Option(metavar="AXIS=VALUE", help="Only cells with this value: seed=0.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cells and how far they are; run nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the cells and their progress; run nothing.")] = False,
 ) -> None:
-    """Run several settings and seeds, and compare what came out.
+    """Run several settings and seeds, and compare the results.
 
-    Every combination of settings and seeds is a cell, a run of its own. Finished cells are skipped, an interrupted one goes
-    on; one that failed is listed and tried again by the same command; a cell that was run with other settings is refused,
-    and --set sweep.name=NAME keeps both sweeps.
+    Every combination of settings and seeds is a cell, a run of its own. Finished cells are skipped and interrupted cells
+    continue. Failed cells are listed, and the same command tries them again. A cell that was run with other settings is
+    refused; --set sweep.name=NAME keeps both sweeps.
 
-    With --ray each cell is a run of one node, which it has alone; results are written here. Every node needs async-rlhf, and
-    at the same paths the files that cells name (models, data, rewards), or the cell fails before it begins. When a node dies
-    its cell is tried on another. Let sweep.output_dir lie where all nodes see it: then a cell goes on anywhere from its last
-    checkpoint; else its run stays on its node, and another node begins it anew.
+    With --ray each cell runs alone on one node, and results are written here. Every node needs async-rlhf, and the files that
+    cells name (models, data, rewards) at the same paths; without them a cell fails before it begins. When a node dies, its
+    cell is tried on another. If all nodes share sweep.output_dir, the cell continues from its last checkpoint; otherwise its
+    run stays on its node, and the other node starts it from the beginning.
     """
     experiment("sweep")(config, overrides or [], jobs=jobs, ray=ray, only=only or [], dry_run=dry_run)
 
 
 def _run_to_end(config: Any, **how: Any) -> None:
-    """Run a checked configuration as `async_rlhf.api.run` does, and say how it ended. Raises what that raises."""
+    """Run a checked configuration by `async_rlhf.api.run`, and print how it ended. Raises its errors."""
     from async_rlhf.api import run
     from async_rlhf.run.display.terminal import Lasting, outliving_terminal
     from async_rlhf.run.run_dir import RunDir

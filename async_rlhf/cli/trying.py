@@ -22,7 +22,7 @@ def try_reward(
     limit: Annotated[int | None, typer.Option(min=1, help="Completions to score.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Score completions that exist already. Shows values, histogram, timings, failures.
+    """Score existing completions. Show values, a histogram, times and failures.
 
     --set takes keys of the sections rewards and scoring. Exit code 6 when any score failed, or no completion got one.
     """
@@ -41,12 +41,12 @@ def try_reward(
 def try_environment(
     environment: Annotated[str, typer.Argument(metavar="FILE:NAME", help="An environment, as in environment.function.")],
     data: Annotated[str, typer.Option(help="Prompts, as in data.source.")],
-    model: Annotated[str | None, typer.Option(help="Model that plays; without one you type the turns.")] = None,
+    model: Annotated[str | None, typer.Option(help="The model that plays; without it you type the turns.")] = None,
     overrides: Overrides = None,
     limit: Annotated[int, typer.Option(min=1, help="Episodes to play, one a prompt.")] = 4,
     as_json: AsJson = False,
 ) -> None:
-    """Play episodes: transcripts, scores, failures, times. A turn is a line that you type (or that a file gives), or a model's.
+    """Play episodes and show transcripts, scores, failures, times. You type each turn as a line, pipe it in, or name a model.
 
     Exit code 6 when any episode failed.
     """
@@ -78,7 +78,7 @@ def try_loss(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a loss against the laws it must keep. Micro-batches, ranks and masks need them; its bias is measured too.
+    """Check that a loss keeps its laws. Micro-batches, ranks and masks depend on them. Its bias is measured too.
 
     --set takes keys of the section loss. Exit code 1 when a law does not hold.
     """
@@ -87,9 +87,9 @@ def try_loss(
     from async_rlhf.run.loading import parse_settings
 
     given = parse_settings(("loss",), [f"loss.kind='{loss}'", *(overrides or [])])
-    found = trial.try_loss(LossConfig.model_validate(given["loss"]))
-    typer.echo(json.dumps(found.plain()) if as_json else "\n".join(trial.lines(found)))
-    raise typer.Exit(0 if found.holds else 1)
+    tried = trial.try_loss(LossConfig.model_validate(given["loss"]))
+    typer.echo(json.dumps(tried.plain()) if as_json else "\n".join(trial.lines(tried)))
+    raise typer.Exit(0 if tried.holds else 1)
 
 
 @command(trying, "chaos")
@@ -98,7 +98,7 @@ def try_chaos(
     overrides: Overrides = None,
     faults: Annotated[int, typer.Option(min=1, help="Faults to inject while the run goes on.")] = 200,
     long_freezes: Annotated[
-        int, typer.Option(min=0, help="Of the faults, freezes of 60 to 120 s: longer than every time-out.")
+        int, typer.Option(min=0, help="How many faults are freezes of 60 to 120 s, longer than every time-out.")
     ] = 0,
     seed: Annotated[int, typer.Option(help="Seed for target, time and kind of each fault.")] = 0,
 ) -> None:
@@ -122,28 +122,28 @@ def try_chaos(
     injected = injector.faults
     words = ", ".join(f"{name} {number}" for name, number in sorted(Counter(f"{f.kind} {f.target}" for f in injected).items()))
     typer.echo(f"{len(injected)} of {faults} faults: {words}; {supervisor.num_records} steps recorded")
-    found = problems(run, loaded)
-    for problem in found:
+    violations = problems(run, loaded)
+    for problem in violations:
         typer.echo(f"PROBLEM: {problem}", err=True)
     if len(injected) < faults:
         typer.echo(f"the run was over too soon: raise max_steps (now {loaded.max_steps})", err=True)
-    if found or len(injected) < faults:
+    if violations or len(injected) < faults:
         raise typer.Exit(1)
     typer.echo("nothing was lost, nothing was trained twice, the ledger closes")
 
 
 @command(app)
 def doctor(
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N: check its results. Default: run nothing.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device to test: cpu, cuda or cuda:N. Without it nothing is run.")] = None,
     only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Only this check; may be repeated.")] = None,
-    speeds: Annotated[bool, typer.Option("--speeds", help="Measure copies, decoding, publication and a run too.")] = False,
+    speeds: Annotated[bool, typer.Option("--speeds", help="Also measure copies, decoding, publication and a run.")] = False,
     report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write report.md and report.json there.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Report what this machine can do, and what is missing. With a device, try every part on it.
+    """Report this machine's hardware and missing packages. With a device, test every part on it.
 
-    Model families, types, CUDA graphs and gradients against plain passes on the CPU; then small runs: the built-in engine,
-    vLLM, two ranks, ZeRO-3. Some minutes; the report is Markdown, to paste into an issue. Exit code 1 when a check fails.
+    The tests compare model families, dtypes, CUDA graphs and gradients with plain passes on the CPU, then make small runs: the
+    built-in engine, vLLM, two ranks, ZeRO-3. They take minutes; paste the report into an issue. Exit code 1 if one fails.
     """
     if not experiment("doctor")(device, only or [], speeds, report, as_json, typer.echo):
         raise typer.Exit(1)
@@ -152,17 +152,17 @@ def doctor(
 @command(app)
 def plan(
     spec: Annotated[
-        Path | None, typer.Argument(metavar="SPEC.toml", help="See docs/planning.md; or the name of a shipped one: qwen3-8b.")
+        Path | None, typer.Argument(metavar="SPEC.toml", help="A spec (docs/planning.md), or a shipped one's name: qwen3-8b.")
     ] = None,
     as_json: AsJson = False,
     settings: Annotated[Path | None, typer.Option(help="TOML file to write: sections of a configuration for train.")] = None,
     from_run: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="Finished run: with SPEC.toml plan by its speeds, alone try other staleness bounds."),
+        typer.Option(metavar="RUN", help="Finished run; with SPEC.toml plan by its speeds, alone compare staleness bounds."),
     ] = None,
-    devices: Annotated[bool, typer.Option("--devices", help="List the catalogue of devices, and end.")] = False,
+    devices: Annotated[bool, typer.Option("--devices", help="List the catalogue of devices and exit.")] = False,
 ) -> None:
-    """Show which role goes on which devices. Also how long a step takes and how far ahead to generate; it needs no device."""
+    """Show which role goes on which devices. Predict step times and how far ahead to generate, without any device."""
     if devices:
         say(experiment("devices")())
         return
@@ -172,8 +172,8 @@ def plan(
 @command(trying, "machine")
 def try_machine(
     device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the matrix product.")] = "float32",
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the matrix product.")] = "float32",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
 ) -> None:
-    """Measure this machine for `plan`. Arithmetic and memory, as the section cluster.own of a spec."""
+    """Measure this machine for `plan`. Print arithmetic and memory speed as the section cluster.own of a spec."""
     say(experiment("calibrate")(device=device, dtype=dtype, threads=threads))

@@ -1,4 +1,4 @@
-"""Commands that look at runs or hand them on: status, watch, plot, report, rollouts, track, push."""
+"""Commands that show or publish runs: status, watch, plot, report, rollouts, track, push."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ rollouts = group("rollouts", "Show, trace, quarantine or replay a run's rollouts
 
 @command(app)
 def status(run_dir: RunPath, as_json: AsJson = False) -> None:
-    """Show where a run stands. From its hub while it lives, else from its files."""
+    """Show the state of a run. It comes from the hub of a live run, else from files."""
     from async_rlhf.inspect.status import lines, read
 
     reading = opened(run_dir)
-    found = read(reading)
+    state = read(reading)
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        typer.echo(json.dumps(state, indent=1))
     else:
-        say("\n".join(lines(reading.run, found)))
+        say("\n".join(lines(reading.run, state)))
 
 
 @command(app)
 def watch(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory, or a directory of runs: runs.")],
-    address: Annotated[str, typer.Option(help="IP:PORT; beyond this machine only with a token.")] = "127.0.0.1:8265",
+    address: Annotated[str, typer.Option(help="IP:PORT; an address beyond this machine needs a token.")] = "127.0.0.1:8265",
     token_file: TokenFile = None,
 ) -> None:
-    """Serve a live page of a run, or of several to compare. Also metrics for Prometheus; Ctrl-C ends it, not the run."""
+    """Serve a live page of a run, or of several to compare. It also has metrics for Prometheus. Ctrl-C ends no run."""
     from async_rlhf.watch.server import serve
 
     serve(directory, address, token_file, say)
@@ -43,7 +43,7 @@ def plot(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Run directories; several are compared.")],
     out: Annotated[Path | None, typer.Option(help="A .png or .svg file; plot.png in the first directory by default.")] = None,
 ) -> None:
-    """Draw how runs went. Reward and evaluations, staleness, lengths, divergences, entropy, ratios, idle time."""
+    """Draw the curves of runs. Reward and evaluations, staleness, lengths, divergences, entropy, ratios, idle time."""
     from async_rlhf.inspect.plot import draw
 
     out = out or run_dirs[0] / "plot.png"
@@ -53,9 +53,9 @@ def plot(
 
 @command(app)
 def report(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run, or of a sweep that was run.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a run or of a sweep.")],
 ) -> None:
-    """Make a page of numbers and pictures. In Markdown and in HTML to print or send, from what is on disk alone."""
+    """Make a report of numbers and pictures. It is written as Markdown and as HTML, from files on disk alone."""
     for path in experiment("report")(directory, typer.echo):
         typer.echo(str(path))
 
@@ -80,13 +80,13 @@ def push(
     path: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run (newest checkpoint), or RUN/checkpoints/best.")],
     name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Repository of the Hugging Face Hub.")],
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
-    adapter: Annotated[bool, typer.Option("--adapter", help="The LoRA adapter alone, which names its base model.")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Push only the LoRA adapter, which names its base model.")] = False,
     update: Annotated[bool, typer.Option("--update", help="Add a commit to a repository that has content.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the card and the files; send nothing.")] = False,
 ) -> None:
-    """Put a model on the Hugging Face Hub. With tokenizer, a card of how it was trained and measured, and a picture.
+    """Push a model to the Hugging Face Hub. Its tokenizer, a model card and a plot are pushed with it.
 
-    All of it is searched for tokens, paths of this machine and secrets of the environment first.
+    All files are first searched for tokens, paths of this machine and secrets of the environment.
     """
     from async_rlhf.push.upload import How, push
 
@@ -99,10 +99,10 @@ def rollouts_show(
     step: Annotated[int | None, typer.Option(help="Only the groups of this step (from 1).")] = None,
     group: Annotated[int | None, typer.Option(help="Only this group number.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Groups to show: 4 by default, with --json all.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print each as one line of JSON, tokens included.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each group as one line of JSON, with tokens.")] = False,
 ) -> None:
-    """Show groups as they were trained on. Prompt, completions, versions, scores. All that the journal holds (every
-    one with queue.keep_rollouts = true); of other steps those that were sampled into rollouts.jsonl."""
+    """Show trained groups: prompt, completions, versions, scores. They come from the journal, which keeps all with
+    queue.keep_rollouts = true; other steps show the groups that were sampled into rollouts.jsonl."""
     from async_rlhf.inspect.rollouts import records
     from async_rlhf.watch.completions import decode_of, group_lines
 
@@ -125,7 +125,7 @@ def rollouts_trace(
     run_dir: RunPath,
     out: Annotated[Path | None, typer.Option(help="File to write; trace.json in the run directory by default.")] = None,
 ) -> None:
-    """Write a time line for ui.perfetto.dev. Generation, scoring, queueing, training, weights."""
+    """Write a timeline for ui.perfetto.dev. It shows generation, scoring, queueing, training and weights."""
     from async_rlhf.inspect.trace import export
 
     out = out or run_dir / "trace.json"
@@ -138,7 +138,7 @@ def rollouts_quarantine(
     group: Annotated[int, typer.Option(help="Number of the group.")],
     reason: Annotated[str, typer.Option(help="Reason, written to quarantine.jsonl.")] = "taken back by an operator",
 ) -> None:
-    """Exclude a group from training. In a live run or a stopped one; other steps keep their batches."""
+    """Exclude a group from training, in a live or stopped run. Other steps keep their batches."""
     from async_rlhf.inspect.rollouts import quarantine
 
     run = opened(run_dir).run
@@ -152,12 +152,12 @@ def rollouts_replay(
     name: Annotated[str, typer.Option(help="Name of the new run directory, beside the old one.")],
     overrides: Overrides = None,
 ) -> None:
-    """Train again on the batches of an earlier run. A learner alone, bit for bit or with another loss (--set loss...)."""
+    """Train again on the batches of an earlier run. Only a learner runs: bit for bit, or with another loss (--set loss...)."""
     from async_rlhf.inspect.rollouts import replay
     from async_rlhf.run.loading import override
 
     source = opened(run_dir).run
-    timeless = {"max_seconds": "none"}  # what is learned again takes another time, and is all that was learned
+    timeless = {"max_seconds": "none"}  # a replay takes another time, and all of it is wanted
     changed = timeless | overridden(overrides) | {"name": name, "output_dir": str(source.path.parent)}
     run = replay(source, override(source.config(), changed))
     typer.echo(f"{len(run.read_metrics())} steps learned again in {run.path}")

@@ -39,7 +39,7 @@ _PATIENCE_S = 120.0
 
 
 class Fault(NamedTuple):
-    """What was done to which process, at which step."""
+    """An injected fault: its kind, its process and the step."""
 
     step: int
     target: str
@@ -55,23 +55,23 @@ class FaultTarget(Protocol):
 
 @dataclass
 class FaultInjector:
-    """Injects `num_faults` while the run goes on. Owns one thread; on close every frozen process goes on.
-
-    processes: what runs now, by name. steps: how many steps were ever recorded (it never falls). num_long: how many of the
-    faults are long freezes, of `long_freeze_s` seconds (from, to). freeze_share: of the others, how many are short freezes.
-    agents: see `program.Launcher`. is_due: whether the fault of this number, from 0, is to come; without it, it comes after up
-    to two further steps.
-    """
+    """Injects `num_faults` while the run goes on. Owns one thread; on close every frozen process goes on."""
 
     processes: Callable[[], Mapping[str, FaultTarget]]
+    """The running processes by name."""
     steps: Callable[[], int]
+    """How many steps were ever recorded (it never falls)."""
     num_faults: int
     seed: int
     num_long: int = 0
+    """How many of the faults are long freezes, of `long_freeze_s` seconds (from, to)."""
     long_freeze_s: tuple[float, float] = _LONG_FREEZE_S
     freeze_share: float = _FREEZE_SHARE
+    """Share of short freezes among the other faults."""
     agents: Callable[[], Mapping[str, Callable[[], None]]] = dict
+    """See `program.Launcher`."""
     is_due: Callable[[int], bool] | None = None
+    """Whether the fault of this number, from 0, must come; without it a fault comes after up to two further steps."""
     faults: list[Fault] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class FaultInjector:
                 pass
             return
         wanted, waited = self.steps() + self._random.randint(0 if self.faults else 1, _MAX_STEPS_BETWEEN), 0.0
-        # Without a step for long the next fault comes all the same: a process that hangs is a target, not waited for.
+        # After this long without a step the next fault comes anyway: a hanging process is a target too.
         while self.steps() < wanted and waited < _PATIENCE_S and not self._closing.wait(_LOOK_S):
             waited += _LOOK_S
 
@@ -133,39 +133,38 @@ class FaultInjector:
                 until = time.monotonic() + seconds
                 while self.processes().get(name) is target and time.monotonic() < until and not self._closing.wait(_LOOK_S):
                     pass
-                if self.processes().get(name) is target:  # else the watchdog has ended it, and the run goes on
+                if self.processes().get(name) is target:  # else the watchdog has ended it
                     os.kill(target.pid, signal.SIGCONT)
 
 
 def problems(run: RunDir, config: Config) -> list[str]:
-    """What is wrong with a run that has ended: steps and groups missing or repeated, the bound, the ledger, groups that were
-    quarantined though their actors were only silent. Empty is good.
-    """
+    """Violations in a run that has ended: steps and groups missing or repeated, the bound, the ledger, groups that were
+    quarantined though their actors were only silent. Empty when there are none."""
     metrics = run.read_metrics()
-    found: list[str] = []
+    wrong: list[str] = []
     steps = [record["step"] for record in metrics]
     if steps != list(range(1, len(steps) + 1)):
-        found.append(f"steps are not 1, 2, 3, ...: {steps}")
+        wrong.append(f"steps are not 1, 2, 3, ...: {steps}")
     trained = Counter(number for record in metrics for number in record["groups"])
     if repeated := sorted(number for number, times in trained.items() if times > 1):
-        found.append(f"groups trained more than once: {repeated}")
+        wrong.append(f"groups trained more than once: {repeated}")
     ledger = run.read_ledger().get("ledger", {})
     by_budget = metrics and config.budget.ended(Spent.until(metrics[-1]))
     most = None if by_budget else config.max_steps
     wanted = (len(metrics) if most is None else most) * config.groups_per_batch
     missing = sorted(set(range(wanted)) - set(trained))
-    if config.advantage.constant_groups == "refill":  # others take the place of what is quarantined or filtered
+    if config.advantage.constant_groups == "refill":  # others replace quarantined and filtered groups
         if config.data.epochs is None and len(trained) != wanted:
-            found.append(f"{len(trained)} groups were trained on, of {wanted}")
+            wrong.append(f"{len(trained)} groups were trained on, of {wanted}")
     elif config.data.epochs is None and len(missing) != ledger.get("quarantined", 0):
-        found.append(f"groups never trained: {missing} ({ledger.get('quarantined', 0)} were quarantined)")
+        wrong.append(f"groups never trained: {missing} ({ledger.get('quarantined', 0)} were quarantined)")
     if violations := [record["step"] for record in metrics if record["staleness/violations"]]:
-        found.append(f"steps with tokens over the bound: {violations}")
+        wrong.append(f"steps with tokens over the bound: {violations}")
     if not ledger.get("closes"):
-        found.append(f"the ledger does not close: {ledger}")
+        wrong.append(f"the ledger does not close: {ledger}")
     if ledger.get("trained") != sum(trained.values()):
-        found.append(f"the ledger has {ledger.get('trained')} trained groups, the metrics {sum(trained.values())}")
+        wrong.append(f"the ledger has {ledger.get('trained')} trained groups, the metrics {sum(trained.values())}")
     for record in Reading(run).quarantined.whole():
         if not any("ended" in reason for reason in record["reasons"]):
-            found.append(f"group {record['group']} was quarantined, and no actor ended with it: {record['reasons']}")
-    return found
+            wrong.append(f"group {record['group']} was quarantined, and no actor ended with it: {record['reasons']}")
+    return wrong

@@ -38,46 +38,46 @@ if TYPE_CHECKING:
 # Longer than any step may take by default; only a defect of ours reaches it where a time-out is set higher.
 _PATIENCE_S = 600.0
 Write = Callable[[Content], str | None]
-"""The next turn, after what was read; None: no further one."""
+"""The next turn after the content that was read; None: no further one."""
 
 
 @dataclass(frozen=True)
 class EpisodePart:
-    """What the environment sent or the model wrote. score: what the environment gave for the turn before it; where an agent or
-    a model plays, for this one.
-
-    pieces: where a model plays, its tokens as text, those that are special apart: (text, whether it is a special token). anew:
-    tokens of the whole conversation, where the model read that instead of the content behind its turn.
-    """
+    """A message of the environment, or a turn of the model."""
 
     who: Literal["environment", "model"]
     content: Content
     score: float | None = None
+    """The environment's score of the turn before it; where an agent or a model plays, of this one."""
     pieces: Sequence[tuple[str, bool]] = ()
+    """Where a model plays, its tokens as text, special ones apart: (text, whether it is a special token)."""
     anew: int = 0
+    """Tokens of the whole conversation, where the model read that instead of the content behind its turn."""
 
 
 @dataclass(frozen=True)
 class EpisodeTrial:
-    """Of one episode. end: why it ended; `left` where its player wrote no more. seconds: of each step of the environment."""
+    """The record of one episode."""
 
     row: int
     parts: Sequence[EpisodePart]
     end: str
+    """Why it ended; `left` where its player wrote no more."""
     score: Score | None
     seconds: Sequence[float] = field(default_factory=list)
+    """Duration of each step of the environment."""
 
     @property
     def num_turns(self) -> int:
         return sum(part.who == "model" for part in self.parts)
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
+        """The trial as values for JSON."""
         return asdict(self)
 
 
 def configuration(function: str, source: str, model: str | None, settings: Mapping[str, Any]) -> Config:
-    """What the trial of an environment needs of a run's configuration. Raises ConfigError."""
+    """The configuration for the trial of an environment. Raises ConfigError."""
     given = {"environment.function": function, "data.source": source, "data.held_out": 0, "rewards.functions": []}
     return load({"model": model or "tiny-speller"}, {**given, **settings})
 
@@ -177,7 +177,7 @@ def play_by_model(config: Config, limit: int) -> Iterator[EpisodeTrial]:
 
 
 def with_specials(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[tuple[str, bool]]:
-    """Tokens as text, in runs: (text, whether it is of special tokens)."""
+    """Tokens as runs of text: (text, whether they are special tokens)."""
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return [(str(tokenizer.decode(list(run))), is_special) for is_special, run in groupby(ids, special.__contains__)]
 
@@ -187,8 +187,8 @@ def _parts(
     decode: Callable[[Sequence[int]], str],
     in_pieces: Callable[[Sequence[int]], Sequence[tuple[str, bool]]],
 ) -> list[EpisodePart]:
-    """What was read and written, one after the other as in the record; of a row that begins anew what the environment sent, not
-    all of it."""
+    """Observations and turns in the order of the record; for a row that begins anew the environment's new message, not the
+    whole conversation."""
 
     rollout, anew, scores = played.rollout, iter(played.anew), iter(played.rollout.turn_scores)
 
@@ -197,11 +197,11 @@ def _parts(
 
     parts, at = [part("environment", played.prompt_ids)], 0
     for is_turn, spans in groupby(rollout.spans, key=lambda span: span.version is not None):
-        own = list(spans)
-        count = sum(span.num_tokens for span in own)
+        run = list(spans)
+        count = sum(span.num_tokens for span in run)
         ids = rollout.completion_ids[at : at + count].tolist()
         at += count
-        if own[0].restarts:
+        if run[0].restarts:
             parts.append(EpisodePart("environment", next(anew), anew=count))
         else:
             parts.append(part("model" if is_turn else "environment", ids))
@@ -210,13 +210,13 @@ def _parts(
 
 def lines(trial: EpisodeTrial) -> list[str]:
     """An episode as a person reads it; special tokens are dim where the terminal can show it."""
-    found = [f"episode {trial.row}"]
+    text = [f"episode {trial.row}"]
     for part in trial.parts:
         of_turn = "the turn before" if part.who == "environment" else "reward"
         scored = "" if part.score is None else f"   ({of_turn}: {part.score:g})"
         scored += f"   (in the whole conversation: {part.anew} tokens)" if part.anew else ""
-        found.append(f"  {'reads ' if part.who == 'environment' else 'writes'}  {_shown(part)}{scored}")
-    return [*found, f"  {_outcome(trial)}, {trial.num_turns} turns, environment {sum(trial.seconds):.3f} s"]
+        text.append(f"  {'reads ' if part.who == 'environment' else 'writes'}  {_shown(part)}{scored}")
+    return [*text, f"  {_outcome(trial)}, {trial.num_turns} turns, environment {sum(trial.seconds):.3f} s"]
 
 
 def _shown(part: EpisodePart) -> str:
@@ -233,19 +233,19 @@ def _outcome(trial: EpisodeTrial) -> str:
 
 
 def summary(trials: Sequence[EpisodeTrial]) -> list[str]:
-    """Of all of them."""
+    """The totals of all trials, as lines."""
     if not trials:
         return ["no episode was played"]
     values = [trial.score.value for trial in trials if trial.score is not None and trial.score.value is not None]
     steps = [second for trial in trials for second in trial.seconds]
-    found = [
+    text = [
         f"{len(trials)} episodes: "
         + ", ".join(f"{count} {end}" for end, count in Counter(trial.end for trial in trials).most_common()),
         f"turns: mean {statistics.fmean(trial.num_turns for trial in trials):.1f}, most {max(t.num_turns for t in trials)}",
     ]
     if values:
-        found.append(f"score: mean {statistics.fmean(values):.3f}, lowest {min(values):g}, highest {max(values):g}")
+        text.append(f"score: mean {statistics.fmean(values):.3f}, lowest {min(values):g}, highest {max(values):g}")
     if steps:
-        found.append(f"seconds a step: {in_words(quantiles(steps))}")
+        text.append(f"seconds a step: {in_words(quantiles(steps))}")
     counted = failures(trial.score for trial in trials if trial.score is not None)
-    return found + [f"failed {count} times: {reason}" for reason, count in counted.items()]
+    return text + [f"failed {count} times: {reason}" for reason, count in counted.items()]

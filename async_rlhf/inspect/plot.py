@@ -1,4 +1,4 @@
-"""How runs went, as one picture: a panel for each thing that is watched, a colour for each run.
+"""The curves of runs in one picture: a panel for each quantity, a colour for each run.
 
 Drawn from `metrics.jsonl` and `evaluations.jsonl`, of live runs too, of a long one from steps at even distances; with an
 upright line where something was changed while a run went on. Needs matplotlib (the extra `plot`), only to draw. A panel that no
@@ -18,7 +18,7 @@ from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_files import figures, is_number, is_step
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""For readers who see few colours: those of Okabe and Ito without the yellow, which is too pale for a line."""
+"""The colour-blind safe palette of Okabe and Ito, without the yellow, which is too pale for a line."""
 _FORMATS = (".png", ".svg")
 _COLUMNS = 3
 _STYLES: Sequence[Any] = ("-", ":", "--", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 4)))
@@ -33,16 +33,16 @@ _EXTREMES = ("max", "longest", "largest")  # of a step; a mean of them means not
 
 @dataclass(frozen=True)
 class MetricPanel:
-    """One thing that is watched: metrics by what the legend calls them, each with a line style of its own.
-
-    noisy: single steps say little, so the page draws a mean over neighbours too. floor, ceiling: of the scale, at least.
-    """
+    """One panel: metrics by their name in the legend, each with a line style of its own."""
 
     title: str
     metrics: dict[str, str] = field(default_factory=dict)
     noisy: bool = False
+    """Whether single steps say little, so that a mean over neighbours is drawn too."""
     floor: float | None = None
+    """The highest lower end of the scale."""
     ceiling: float | None = None
+    """The lowest upper end of the scale."""
 
 
 PANELS = (
@@ -61,7 +61,7 @@ PANELS = (
 
 @dataclass(frozen=True)
 class Curves:
-    """What is drawn of one run."""
+    """The curves of one run."""
 
     name: str
     steps: Sequence[dict[str, Any]]
@@ -71,15 +71,16 @@ class Curves:
 
 
 _Lines = Mapping[str, Sequence[tuple[int, float]]]
-"""By label: the points of a line."""
+"""The points of a line, by label."""
 
 
 @dataclass(frozen=True)
 class _Pen:
-    """How the lines of a run look. width: in points."""
+    """How the lines of a run look."""
 
     colour: Any
     width: float
+    """In points."""
 
 
 def draw(readings: Sequence[Reading], out: Path) -> None:
@@ -88,16 +89,16 @@ def draw(readings: Sequence[Reading], out: Path) -> None:
     Raises ConfigError for another format, without matplotlib, and when no run has done a step.
     """
     if out.suffix not in _FORMATS:
-        raise ConfigError(f"--out {str(out)!r}: a picture is written as {' or '.join(_FORMATS)}, by the end of its name")
+        raise ConfigError(f"--out {str(out)!r}: the name of a picture must end in {' or '.join(_FORMATS)}")
     runs = [reading.run for reading in readings]
-    found = [
+    drawn = [
         Curves(name, reading.steps.drawn(), reading.run.read_evaluations(), reading.changed())
         for name, reading in zip(_names([run.path for run in runs]), readings, strict=True)
     ]
-    if not any(curves.steps for curves in found):
+    if not any(curves.steps for curves in drawn):
         raise ConfigError(f"{', '.join(str(run.path) for run in runs)}: no step is recorded, so there is nothing to draw")
     try:
-        picture(found).savefig(out)
+        picture(drawn).savefig(out)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
@@ -132,8 +133,8 @@ def picture(runs: Sequence[Curves], title: str | None = None) -> Any:
     for name in titles:
         _draw(axes.pop(0), MetricPanel(name), [each.get(name, {}) for each in judged], pens, dots=True)
     for panel, place in zip(panels, axes, strict=False):
-        found = [{label: list(points(run.steps, name)) for label, name in panel.metrics.items()} for run in runs]
-        _draw(place, panel, found, pens, smooth=max(len(run.steps) for run in runs) >= _SMOOTH_FROM)
+        curves = [{label: list(points(run.steps, name)) for label, name in panel.metrics.items()} for run in runs]
+        _draw(place, panel, curves, pens, smooth=max(len(run.steps) for run in runs) >= _SMOOTH_FROM)
     last = max((step for run in runs for step, _ in points(run.steps, "step")), default=1)
     for place in figure.axes:
         for run, pen in zip(runs, pens, strict=True):
@@ -151,7 +152,7 @@ def picture(runs: Sequence[Curves], title: str | None = None) -> Any:
 
 
 def _widths(num_runs: int) -> list[float]:
-    """Of the runs' lines, falling."""
+    """Widths of the runs' lines, falling."""
     if num_runs == 1:
         return [_WIDTH]
     return [_WIDEST - i * (_WIDEST - _NARROWEST) / (num_runs - 1) for i in range(num_runs)]
@@ -166,16 +167,16 @@ def points(records: Iterable[dict[str, Any]], name: str) -> Iterator[tuple[int, 
 
 
 def _draw(
-    axes: Any, panel: MetricPanel, found: Sequence[_Lines], pens: Sequence[_Pen], *, smooth: bool = False, dots: bool = False
+    axes: Any, panel: MetricPanel, curves: Sequence[_Lines], pens: Sequence[_Pen], *, smooth: bool = False, dots: bool = False
 ) -> None:
     """Scale, title, whole steps, a line style for each label, and a legend of them where there is more than one.
 
-    found: of each run. dots: single points, joined.
+    curves: of each run. dots: single points, joined.
     """
     from matplotlib.ticker import MaxNLocator
 
-    drawn = dict(zip(dict.fromkeys(name for lines in found for name in lines if lines[name]), cycle(_STYLES), strict=False))
-    for lines, pen in zip(found, pens, strict=True):
+    drawn = dict(zip(dict.fromkeys(name for lines in curves for name in lines if lines[name]), cycle(_STYLES), strict=False))
+    for lines, pen in zip(curves, pens, strict=True):
         for label, line in lines.items():
             if line:
                 _draw_line(axes, line, pen, drawn[label], smooth=smooth and label not in _EXTREMES, dots=dots)
@@ -214,7 +215,7 @@ _PANELS = {"rewards": "Held-out rewards, each", "reward": "Held-out reward, each
 
 
 def _judged(run: Curves) -> dict[str, _Lines]:
-    """By panel and label, what evaluations found at their steps; of sampled completions pass@k of the largest k."""
+    """By panel and label, the results of evaluations at their steps; of pass@k the largest k."""
     panels: dict[str, dict[str, dict[int, float]]] = {}
     for record in filter(is_step, run.evaluations):
         pass_at = (record.get("sampled") or {}).get("pass_at") or {}
@@ -243,7 +244,7 @@ def _smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """As short as tells them apart: the last parts of the paths."""
+    """The shortest last parts of the paths that tell them apart."""
     parts = [path.resolve().parts for path in paths]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]

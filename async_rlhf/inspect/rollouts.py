@@ -43,8 +43,8 @@ def records(reading: Reading, *, step: int | None = None, group: int | None = No
     if is_none:
         which = "".join(f" {name} {value}" for name, value in (("step", step), ("group", group)) if value is not None)
         raise ConfigError(
-            f"run {str(reading.run.path)!r} has recorded no group{' of' * bool(which)}{which}: its journal holds those after "
-            "the oldest checkpoint (all, with queue.keep_rollouts = true), rollouts.jsonl sampled_groups of every step"
+            f"run {str(reading.run.path)!r} has recorded no group{' of' * bool(which)}{which}. Its journal has groups after "
+            "the oldest checkpoint (all with queue.keep_rollouts = true), rollouts.jsonl sampled_groups of each step"
         )
 
 
@@ -109,7 +109,7 @@ def replay(source: RunDir, config: Config) -> RunDir:
     if first is None or first.step != 0:
         raise ConfigError(
             f"the journal of {str(source.path)!r} begins at {'its end' if first is None else f'step {first.step + 1}'}: "
-            "only a run with queue.keep_rollouts = true keeps what was trained on"
+            "only a run with queue.keep_rollouts = true keeps the groups that it trained on"
         )
     run = RunDir.create(config)
     try:
@@ -122,7 +122,7 @@ def replay(source: RunDir, config: Config) -> RunDir:
 
 
 def _record(step: int, group: Group) -> dict[str, Any]:
-    own = [
+    rollouts = [
         {
             "completion_ids": rollout.completion_ids.tolist(),
             "logprobs": rollout.logprobs.tolist(),
@@ -131,7 +131,7 @@ def _record(step: int, group: Group) -> dict[str, Any]:
         }
         for rollout in group.rollouts
     ]
-    return {**group_record(group, step, own), "prompt_ids": group.prompt_ids.tolist(), **group.sampling.model_dump()}
+    return {**group_record(group, step, rollouts), "prompt_ids": group.prompt_ids.tolist(), **group.sampling.model_dump()}
 
 
 def _of_sample(line: dict[str, Any]) -> dict[str, Any]:

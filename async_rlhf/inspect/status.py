@@ -1,4 +1,4 @@
-"""Where a run stands: live from its hub and its scorer, or from what it left behind.
+"""The state of a run: live from its hub and its scorer, or from its files.
 
 Trusts neither files nor peers: what cannot be read is named beside the rest, every wait is bounded, and only sockets that a
 living run of this user has made are connected to.
@@ -29,7 +29,7 @@ _PATIENCE_S = 3.0
 _STEP_BYTES = 64 << 10
 """Holds the last step; a page asks every second."""
 _MOST_CHANGES = 10
-_LAST_STATES = ("finished", "drained")  # of a hub: what it wrote last
+_LAST_STATES = ("finished", "drained")  # the last states that a hub writes
 _ACTOR = "version {version:.0f}, {groups:.0f} groups, last message {silent_s:.1f} s ago"
 _BEHIND = "; not version {behind_version} for {behind_s:.1f} s: {behind_because}"
 _CURRICULUM = (
@@ -39,7 +39,7 @@ _PLACES = ("trained", "queued", "in_flight", "leased", "stale", "filtered", "fai
 
 
 class _ShownShape(BaseModel):
-    """What is shown of a file or an answer has these types; there may be more in it."""
+    """The fields shown of a file or an answer have these types; further fields are allowed."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -65,7 +65,7 @@ class _EvaluationLine(_ShownShape):
 
 
 def read(reading: Reading) -> dict[str, Any]:
-    """As plain values, ready for JSON. `problems` names what cannot be read. Raises ConfigError and DamagedError."""
+    """The state as values for JSON. `problems` names unreadable parts. Raises ConfigError and DamagedError."""
     run, config, problems = reading.run, reading.config(), list[str]()
 
     def tried(look: Callable[[], Any], otherwise: Any) -> Any:
@@ -84,7 +84,7 @@ def read(reading: Reading) -> dict[str, Any]:
             with control(hub_address(sockets), _PATIENCE_S, connector(config.security.directory)) as client:
                 hub = _checked(client.status(), "the hub's answer")
         except AsyncRLHFError as error:
-            is_over = _is_newer(run.ledger, run.lock_file) and hub.get("state") in _LAST_STATES  # what is left is evaluated
+            is_over = _is_newer(run.ledger, run.lock_file) and hub.get("state") in _LAST_STATES  # only evaluations are left
             hub["state"] = "ending" if is_over else f"the hub does not answer: {error}"
         scorer = _scorer(scorer_address(sockets)) if (sockets / "scorer").exists() else {}
     spent = Spent.until(metrics[-1] if metrics else {})
@@ -120,23 +120,23 @@ def read(reading: Reading) -> dict[str, Any]:
     }
 
 
-def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
-    """What `read` found, as a person reads it."""
-    hub, alive = found["hub"], found["alive"]
+def lines(run: RunDir, state: dict[str, Any]) -> list[str]:
+    """The result of `read` as text for a person."""
+    hub, alive = state["hub"], state["alive"]
     ledger = hub.get("ledger", {})
-    lines = [_head(run, found), *_ending(found)]
+    lines = [_head(run, state), *_ending(state)]
     if ledger:
         shown = " + ".join(f"{ledger.get(place, '?')} {place}" for place in _PLACES)
         closes = "closes" if ledger.get("closes") else "DOES NOT CLOSE"
         lines.append(f"ledger: {ledger.get('credited', '?')} credited = {shown} ({closes})")
-    if bits := found["bits"]:
+    if bits := state["bits"]:
         lines.append(f"bits of completions: {bits['obstacle'] and 'not promised: '}{bits['obstacle'] or 'promised'}")
     for name, actor in hub.get("actors", {}).items() if alive else ():
         behind = _sentence(actor, _BEHIND.format_map) if "behind_because" in actor else ""
         lines.append(f"{name}: {_sentence(actor, _ACTOR.format_map)}{behind}")
-    restarts = dict(sorted(found["restarts"].items()))
+    restarts = dict(sorted(state["restarts"].items()))
     refused = dict(sorted(hub.get("refused", {}).items(), key=lambda item: -item[1]))
-    lines += _listed("scorer", found["scorer"], "{0} {1}")
+    lines += _listed("scorer", state["scorer"], "{0} {1}")
     lines += _listed("started again", restarts, "{0} {1}")
     if alive and hub.get("waiting_for"):
         lines.append(f"waiting: {hub['waiting_for']}")
@@ -147,34 +147,34 @@ def lines(run: RunDir, found: dict[str, Any]) -> list[str]:
     lines += _listed("refused messages", refused, "{1} {0}")
     if ledger.get("quarantined"):
         lines.append(f"quarantined groups, and why: {run.path / 'quarantine.jsonl'}")
-    if found["last"]:
-        lines.append(f"last step: {_sentence(found['last'], line)}")
-        if failed := found["last"].get("checkpoint/failed"):
+    if state["last"]:
+        lines.append(f"last step: {_sentence(state['last'], line)}")
+        if failed := state["last"].get("checkpoint/failed"):
             lines.append(f"checkpoints that could not be written: {failed}; see {run.log('learner')}")
-    lines += _changes(found["changes"], run)
-    lines += [f"cannot be read: {problem}" for problem in found["problems"]]
-    return lines + _evaluations(found["evaluations"])
+    lines += _changes(state["changes"], run)
+    lines += [f"cannot be read: {problem}" for problem in state["problems"]]
+    return lines + _evaluations(state["evaluations"])
 
 
-def _head(run: RunDir, found: dict[str, Any]) -> str:
+def _head(run: RunDir, state: dict[str, Any]) -> str:
     """State, and how much of each budget is used."""
-    head = f"{run.path}: {found['state']}, step {found['step']}"
-    if (most := found["max_steps"]) is not None:
+    head = f"{run.path}: {state['state']}, step {state['step']}"
+    if (most := state["max_steps"]) is not None:
         head += f" of {most}"
-    if (most := found["max_trained_tokens"]) is not None:
-        head += f", {found['trained_tokens']:,} of {most:,} tokens"
-    if (most := found["max_seconds"]) is not None:
-        head += f", {found['seconds']:,.0f} of {most:,.10g} seconds"
+    if (most := state["max_trained_tokens"]) is not None:
+        head += f", {state['trained_tokens']:,} of {most:,} tokens"
+    if (most := state["max_seconds"]) is not None:
+        head += f", {state['seconds']:,.0f} of {most:,.10g} seconds"
     return head
 
 
-def _ending(found: dict[str, Any]) -> list[str]:
-    """How it ended, or what ends it."""
-    if (end := found["ended"]) and end["code"]:
+def _ending(state: dict[str, Any]) -> list[str]:
+    """How the run ended, or what will end it."""
+    if (end := state["ended"]) and end["code"]:
         return [f"ended with code {end['code']}: {end['reason']}"]
-    if reason := end["reason"] if end else found["used_up"]:
+    if reason := end["reason"] if end else state["used_up"]:
         return [f"ended: {reason}"]
-    return [] if found["alive"] else ["ended: it was killed, or the machine went down; --resume goes on"]
+    return [] if state["alive"] else ["ended: it was killed, or the machine went down; --resume goes on"]
 
 
 def _listed(title: str, counts: dict[str, Any], form: str) -> list[str]:
@@ -189,7 +189,7 @@ def _changes(found: Sequence[str], run: RunDir) -> list[str]:
 
 
 def _spool(run: RunDir, found: dict[str, Any]) -> str:
-    """What has come into the spool, what was set aside, and what stands in the way."""
+    """The rows in the spool, the rejected ones, and the spool's problem."""
     rejected, problem = found["rejected"], found["problem"]
     aside = f", {rejected:,} lines were set aside ({run.path / 'data' / 'spool' / 'rejected'})" if rejected else ""
     ended = ", no more will" if found["ended"] else ""
@@ -213,7 +213,7 @@ def _sentence(record: dict[str, Any], words: Callable[[dict[str, Any]], str]) ->
 
 
 def _checked(values: dict[str, Any], name: str) -> dict[str, Any]:
-    """Raises DamagedError for types that are none of a hub's status."""
+    """Check the types of a hub's status. Raises DamagedError."""
     try:
         _HubStatus.model_validate(values)
     except ValidationError as error:
@@ -230,7 +230,7 @@ def _is_newer(path: Path, other: Path) -> bool:
 
 
 def _scorer(address: str) -> dict[str, Any]:
-    """What the scorer process has answered in its present life, and how much waits."""
+    """The numbers of requests that the scorer process has answered since it started, and that wait."""
     try:
         return describe(address, _PATIENCE_S).model_dump(include={"answered", "waiting"})
     except AsyncRLHFError as error:

@@ -27,11 +27,12 @@ Event = dict[str, Any]
 
 
 class TracedSpan(NamedTuple):
-    """What a process did. began, ended: seconds since the epoch."""
+    """An activity of a process."""
 
     kind: str
     label: str
     began: float
+    """Seconds since the epoch, like `ended`."""
     ended: float
 
 
@@ -58,10 +59,9 @@ def export(reading: Reading, out: Path) -> int:
 
 
 def step_times(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, float, float, int]]:
-    """Of each of consecutive steps: when the learner began to wait for it, when it began to train, when it was recorded, its
-    number.
+    """(began to wait, began to train, was recorded, number) of each of consecutive steps.
 
-    A duration and a date are of two clocks: a step begins when the one before it has ended, whatever they make of it.
+    Durations and dates come from two clocks, so a step never begins before the one before it has ended.
     """
     before = 0.0
     for record in records:
@@ -73,14 +73,14 @@ def step_times(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[float, fl
 
 
 def learner_spans(records: Iterable[Mapping[str, Any]]) -> Iterator[TracedSpan]:
-    """Of consecutive steps."""
+    """The learner's spans in consecutive steps."""
     for began, trained, ended, step in step_times(records):
         yield TracedSpan("wait", f"wait for step {step}", began, trained)
         yield TracedSpan("train", f"train step {step}", trained, ended)
 
 
 def actor_span(line: Mapping[str, Any]) -> TracedSpan:
-    """Of a line of its file."""
+    """The span in a line of an actor's file."""
     name = str(line["name"])
     return TracedSpan("adopt" if name.startswith("adopt") else "idle", name, float(line["began"]), float(line["ended"]))
 
@@ -109,7 +109,7 @@ def _event(process: str, track: str, span: TracedSpan) -> Event:
 
 
 def _us(seconds: float) -> int:
-    """Whole microseconds: what ends when another thing begins ends at the same number, and a viewer sees no overlap."""
+    """Whole microseconds, so that a span ends at the number at which the next one begins, and a viewer sees no overlap."""
     return round(seconds * 1e6)
 
 
@@ -126,6 +126,6 @@ def _numbered(events: list[Event]) -> Iterator[Event]:
             tracks[process, track] = len(tracks) + 1
             names = {"pid": processes[process], "tid": tracks[process, track]}
             yield {"ph": "M", **names, "name": "thread_name", "args": {"name": track}}
-    # What ends comes before what begins at the same moment, or a viewer nests one in the other.
+    # Ends come before beginnings of the same moment, or a viewer nests one in the other.
     for event in sorted(events, key=lambda event: (event["ts"], event["ph"] != "e")):
         yield {**event, "pid": processes[event["pid"]], "tid": tracks[event["pid"], event["tid"]]}

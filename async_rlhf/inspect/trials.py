@@ -34,7 +34,7 @@ from async_rlhf.run.loading import section
 from async_rlhf.run.scoring import played_by, reward_specs
 
 _TOKENS = ("completion_ids", "prompt_ids")
-# What may be a list with one item for each of several completions.
+# Fields that may be a list with one item for each of several completions.
 _OF_MEMBERS = ("completion_ids", "finish_reason", "sampled")
 _BINS = 10
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -45,12 +45,13 @@ _MADE_UP = "The answer is 42."
 
 @dataclass(frozen=True)
 class RewardTrial:
-    """What one reward made of the completions. seconds: how long its calls took. failures: how often for which reason."""
+    """One reward's result on the completions."""
 
     name: str
     num_scored: int
     num_not_applicable: int
     failures: Mapping[str, int]
+    """Counts by reason."""
     mean: float | None
     std: float | None
     lowest: float | None
@@ -64,12 +65,12 @@ class RewardTrial:
 
 @dataclass(frozen=True)
 class TrialReport:
-    """`scores` has the scores of each completion, in the order of the data. wall_s: from the first call to the last answer."""
-
     rewards: Sequence[RewardTrial]
     num_completions: int
     wall_s: float
+    """Seconds from the first call to the last answer."""
     scores: Sequence[Mapping[str, Score]] = field(repr=False)
+    """The scores of each completion, in the order of the data."""
 
     @property
     def num_failed(self) -> int:
@@ -81,7 +82,7 @@ class TrialReport:
         return any(reward.num_scored for reward in self.rewards)
 
     def plain(self) -> dict[str, Any]:
-        """For JSON; without the single scores."""
+        """The trial as values for JSON, without the single scores."""
         found = asdict(self)
         del found["scores"]
         return {**found, "num_failed": self.num_failed}
@@ -104,7 +105,7 @@ def try_rewards(
     RewardError as a run would before its start, DeadlineError when for `patience_s` nothing is answered.
     """
     several = [rewards] if isinstance(rewards, str) or callable(rewards) else [*rewards]
-    targets, own = split([reward for reward in several if not isinstance(reward, str)])
+    targets, callables = split([reward for reward in several if not isinstance(reward, str)])
     named = iter(targets)
     names = [reward if isinstance(reward, str) else next(named) for reward in several]
     config: RewardsConfig = section("rewards", {**settings, "functions": names})
@@ -112,9 +113,9 @@ def try_rewards(
     groups = _groups(_objects(data), limit)
     members = [member for group in groups for member in group]
     columns = set.intersection(*map(set, members))
-    functions, of_own = specs_of(own, config, running.stages, [Row("", member) for member in members])
+    functions, of_own = specs_of(callables, config, running.stages, [Row("", member) for member in members])
     known = {spec.name: spec for spec in config.specs(Path.cwd(), running.stages)}
-    others = [spec for name, spec in known.items() if name not in own]
+    others = [spec for name, spec in known.items() if name not in callables]
     for source in {source_of(member) for member in members}:
         config.check_columns(others, source, set.intersection(*(set(each) for each in members if source_of(each) == source)))
     specs = tuple((known | {spec.name: spec for spec in of_own}).values())
@@ -129,11 +130,11 @@ def try_rewards(
     pool = ScoringPool[int](specs, running, wake=bell.set, by_source=config.by_source, functions=functions)
     scored = _score(pool, groups, bell, patience_s)
     wall_s = time.monotonic() - began
-    found = [
+    trials = [
         _trial(name, [each.scores[name] for each in scored], [each.stages[name] for each in scored if name in each.stages])
         for name in (spec.name for spec in specs)
     ]
-    return TrialReport(found, len(scored), wall_s, [each.scores for each in scored])
+    return TrialReport(trials, len(scored), wall_s, [each.scores for each in scored])
 
 
 def call_once(config: Config, rows: Iterable[Row], *, deep: bool) -> list[str]:
@@ -144,7 +145,7 @@ def call_once(config: Config, rows: Iterable[Row], *, deep: bool) -> list[str]:
     failed scores is allowed.
     """
     specs = reward_specs(config)
-    found = [f"reward {spec.name} loads a model: only --deep calls it" for spec in specs if spec.holds_model and not deep]
+    remarks = [f"reward {spec.name} loads a model: only --deep calls it" for spec in specs if spec.holds_model and not deep]
     asked = {name for spec in specs for name in spec.fields or ()}
     takes_all = any(spec.fields is None for spec in specs)
     kinds: dict[Any, Row] = {}
@@ -159,16 +160,16 @@ def call_once(config: Config, rows: Iterable[Row], *, deep: bool) -> list[str]:
         bell = threading.Event()
         pool = ScoringPool[int](chosen, config.scoring, wake=bell.set, by_source=config.rewards.by_source)
         scored = _score(pool, [[member] * size for member in members], bell, _PATIENCE_S)
-        for member, each in zip(members, scored[::size], strict=True):
-            for name in each.stages:  # of those that judge its source
-                score, about = each.scores[name], f"a made-up completion of the prompt {str(member['prompt'])[:60]!r}"
+        for member, scores in zip(members, scored[::size], strict=True):
+            for name in scores.stages:  # of those that judge its source
+                score, about = scores.scores[name], f"a made-up completion of the prompt {str(member['prompt'])[:60]!r}"
                 if score.failure is not None and config.rewards.max_failed_ratio < 1:
                     raise RewardError(
                         f"reward {name!r} fails on {about}, {_MADE_UP!r}: {score.failure}. Return None for what it does not "
                         "judge, or allow that scores fail: rewards.max_failed_ratio = 1"
                     )
-                found.append(f"reward {name} on {about}: {score.failure or score.value}")
-    return found
+                remarks.append(f"reward {name} on {about}: {score.failure or score.value}")
+    return remarks
 
 
 def _made_up(row: Row, is_episode: bool) -> dict[str, Any]:
@@ -183,23 +184,23 @@ def _made_up(row: Row, is_episode: bool) -> dict[str, Any]:
 
 def lines(trial: TrialReport) -> list[str]:
     """A trial as a person reads it: a few lines for each reward, so that several stand on one screen."""
-    found = [f"{trial.num_completions} completions in {trial.wall_s:.2f} s"]
+    text = [f"{trial.num_completions} completions in {trial.wall_s:.2f} s"]
     for reward in trial.rewards:
         failed, absent = sum(reward.failures.values()), reward.num_not_applicable
-        found.append(f"{reward.name}: {reward.num_scored} scored, {absent} not applicable, {failed} failed")
+        text.append(f"{reward.name}: {reward.num_scored} scored, {absent} not applicable, {failed} failed")
         if absent == trial.num_completions:
-            found.append("  it returned None for every completion: a run would learn nothing from it. Is a `return` missing?")
+            text.append("  it returned None for every completion: a run would learn nothing from it. Is a `return` missing?")
         if reward.mean is not None and reward.std is not None:
-            found.append(f"  {_bars(reward.histogram)}  mean {reward.mean:.4g}, std {reward.std:.4g}")
+            text.append(f"  {_bars(reward.histogram)}  mean {reward.mean:.4g}, std {reward.std:.4g}")
         if reward.seconds:
-            found.append(f"  seconds a call: {in_words(reward.seconds)}")
-        found += [f"  {name}: {value:.4g}" for name, value in reward.metrics.items()]
-        found += [f"  failed {count} times: {reason}" for reason, count in reward.failures.items()]
-    return found
+            text.append(f"  seconds a call: {in_words(reward.seconds)}")
+        text += [f"  {name}: {value:.4g}" for name, value in reward.metrics.items()]
+        text += [f"  failed {count} times: {reason}" for reason, count in reward.failures.items()]
+    return text
 
 
 def _bars(histogram: Sequence[tuple[float, float, int]]) -> str:
-    """The lowest value, a bar for each tenth of the range, the highest value. Where there is one value a bar is seen."""
+    """The lowest value, a bar for each tenth of the range, the highest value. A single value has a visible bar."""
     most = max(count for *_, count in histogram)
     bars = "".join(_BARS[-(-(len(_BARS) - 1) * count // most)] for *_, count in histogram)
     return f"{histogram[0][0]:.3g} |{bars}| {histogram[-1][1]:.3g}"
@@ -236,7 +237,7 @@ def _of_run(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _sampled(spans: Sequence[Sequence[Sequence[int | None]]]) -> dict[str, list[list[bool]]]:
-    """Of episodes, which tokens of each member were sampled: what an environment gave is not what the model wrote."""
+    """`sampled`, for episodes: whether the model wrote each token of each member; empty where it wrote all."""
     if all(version is not None for own in spans for version, _ in own):
         return {}
     return {"sampled": [[version is not None for version, count in own for _ in range(count or 0)] for own in spans]}
@@ -260,10 +261,10 @@ def _groups(objects: Sequence[Mapping[str, Any]], limit: int | None) -> list[lis
         lists = {name: shared.pop(name) for name in _OF_MEMBERS if isinstance(shared.get(name), list)}
         if not isinstance(several, list) or any(len(each) != len(several) for each in lists.values()):
             raise ConfigError(
-                f"object {number + 1} of the data: 'completions' is a list, and so long are {', '.join(_OF_MEMBERS)}"
+                f"object {number + 1} of the data: 'completions' must be a list, as long as {', '.join(_OF_MEMBERS)}"
             )
-        own = [{name: values[i] for name, values in lists.items()} for i in range(len(several))]
-        groups.append([{**shared, **own[i], "completion": completion} for i, completion in enumerate(several)])
+        fields = [{name: values[i] for name, values in lists.items()} for i in range(len(several))]
+        groups.append([{**shared, **fields[i], "completion": completion} for i, completion in enumerate(several)])
     if not any(groups):
         raise ConfigError("the data holds no completion: nothing to score")
     return [group for group in groups if group]
@@ -272,7 +273,7 @@ def _groups(objects: Sequence[Mapping[str, Any]], limit: int | None) -> list[lis
 def _score(
     pool: ScoringPool[int], groups: Sequence[Sequence[Mapping[str, Any]]], bell: threading.Event, patience_s: float
 ) -> list[Scored[int]]:
-    found: dict[int, Scored[int]] = {}
+    scores: dict[int, Scored[int]] = {}
     try:
         key = 0
         for number, group in enumerate(groups):
@@ -284,13 +285,13 @@ def _score(
             bell.wait(0.1)
             bell.clear()
             scored = {done.key: done for done in pool.poll()}
-            found |= scored
+            scores |= scored
             last_answer = time.monotonic() if scored else last_answer
             if time.monotonic() - last_answer > patience_s:
                 raise DeadlineError(f"waited {patience_s:.0f} s for the scores of {pool.num_pending} completions")
     finally:
         pool.close()
-    return [found[each] for each in range(key)]
+    return [scores[each] for each in range(key)]
 
 
 def _trial(name: str, scores: Sequence[Score], calls: Sequence[ScoringInterval]) -> RewardTrial:
@@ -314,7 +315,7 @@ def _trial(name: str, scores: Sequence[Score], calls: Sequence[ScoringInterval])
 
 
 def failures(scores: Iterable[Score]) -> dict[str, int]:
-    """How often for which reason, the address of an object aside."""
+    """Counts of failures by reason; addresses of objects in it are ignored."""
     reasons = (score.failure for score in scores if score.failure is not None)
     return dict(Counter(re.sub(r"(?<= at )0x[0-9A-Fa-f]+", "0x...", reason) for reason in reasons).most_common())
 
@@ -330,12 +331,12 @@ def _histogram(values: Sequence[float]) -> list[tuple[float, float, int]]:
 
 
 def quantiles(took: Sequence[float]) -> dict[str, float]:
-    """Of durations, which may be none."""
+    """Mean and quantiles of durations; empty for none."""
     if not (ordered := sorted(took)):
         return {}
     at = {"p50": 0.5, "p95": 0.95, "max": 1.0}
-    found = {name: ordered[min(len(ordered) - 1, int(share * len(ordered)))] for name, share in at.items()}
-    return {"mean": statistics.fmean(ordered), **found}
+    values = {name: ordered[min(len(ordered) - 1, int(share * len(ordered)))] for name, share in at.items()}
+    return {"mean": statistics.fmean(ordered), **values}
 
 
 def in_words(seconds: Mapping[str, float]) -> str:

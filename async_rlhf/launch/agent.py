@@ -37,7 +37,7 @@ from async_rlhf.launch.sockets import ON_HOST
 _LOOK_S = 0.1
 _ALIVE_S = 1.0
 _FIRST_ORDER_S = 60.0
-# Of one file in one poll, and of what a supervisor that is behind is spared: the file itself stays whole.
+# Bytes of one file sent in one poll, and bytes that a late supervisor skips; the file itself stays whole.
 _READ_BYTES, _BEHIND_BYTES = 1 << 16, 4 << 20
 
 
@@ -50,7 +50,7 @@ class _Life:
     sent: list[int] = field(default_factory=list)
 
     def written(self) -> Iterator[tuple[int, bytes]]:
-        """What was appended since: (number of the file, bytes)."""
+        """(number of the file, bytes) for each file that has grown since the last call."""
         for number, path in enumerate(self.returns):
             try:
                 with path.open("rb") as file:
@@ -84,7 +84,7 @@ class Agent:
         self._lives: dict[int, _Life] = {}
 
     def take(self, message: orders.Order) -> list[orders.Event]:
-        """Carry out an order. Raises WireError for one that makes no sense, OSError for what the disk refuses."""
+        """Carry out an order. Raises WireError for an invalid one, OSError for errors of the disk."""
         if isinstance(message, orders.OpenAgent) and self._depot is None:
             self._depot = Depot(message.directory)
             self._answers.append(self._thread.submit(self._opened, str(self._depot.own), message.accelerators))
@@ -105,7 +105,7 @@ class Agent:
         return []
 
     def look(self) -> list[orders.Event]:
-        """What has happened since the last call."""
+        """The events since the last call."""
         events: list[orders.Event] = []
         while self._answers and self._answers[0].done():
             events.append(self._answers.popleft().result())
@@ -125,7 +125,7 @@ class Agent:
         return events
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)  # what is being started ends with this process
+        self._thread.shutdown(wait=False, cancel_futures=True)  # processes being started end with this one
         for life in self._lives.values():
             life.process.kill()
         if self._depot is not None:
@@ -136,14 +136,14 @@ class Agent:
         host = host if self._devices is None else host.model_copy(update={"devices": self._devices})
         return orders.Opened(version=installed(), name=self._name, directory=directory, has=dict(host))
 
-    def _started(self, number: int, found: _Life | orders.Event) -> orders.Event:
-        if not isinstance(found, _Life):
-            return found
-        self._lives[number] = found
+    def _started(self, number: int, started: _Life | orders.Event) -> orders.Event:
+        if not isinstance(started, _Life):
+            return started
+        self._lives[number] = started
         if number in self._unwanted:
             self._unwanted.remove(number)
-            found.process.kill()
-        return orders.Started(life=number, pid=found.process.pid)
+            started.process.kill()
+        return orders.Started(life=number, pid=started.process.pid)
 
     def _start(self, depot: Depot, message: orders.Start) -> _Life | orders.Event:
         try:
@@ -166,7 +166,7 @@ def _missing(depot: Depot, message: orders.Want) -> orders.Event:
 
 
 def serve(agent: Agent, pipe: Pipe) -> NoReturn:
-    """Until the supervisor is gone. Raises ConnectionError when it is, WireError for what is no order, OSError.
+    """Serve until the supervisor has gone. Raises ConnectionError then, WireError for an unknown order, OSError.
 
     Silence is counted in looks, not by a clock: an agent that was frozen does not take its own absence for the supervisor's.
     """
@@ -189,7 +189,7 @@ def serve(agent: Agent, pipe: Pipe) -> NoReturn:
 
 
 def main() -> int:
-    """Orders from standard input, events to standard output; what anything prints goes to standard error.
+    """Orders come from standard input, events go to standard output, and all printed text to standard error.
 
     Its arguments are those of `Agent`."""
     writes = os.dup(sys.stdout.fileno())

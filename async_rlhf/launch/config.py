@@ -10,7 +10,7 @@ from async_rlhf.buffers.config import Section
 
 
 class LaunchConfig(Section):
-    """How other machines are reached. Actors and learner ranks run there; everything else runs where the command does."""
+    """The launcher of other machines. Actors and learner ranks run there; everything else runs on the command's machine."""
 
     kind: Literal["local", "hosts", "ray"] = "local"
     """`local`: this machine. `hosts`: those that `command` reaches. `ray`: nodes of a Ray cluster (extra `ray`)."""
@@ -19,15 +19,15 @@ class LaunchConfig(Section):
     command: tuple[str, ...] = ("ssh", "-o", "BatchMode=yes", "{host}", "python", "-P", "-m", "async_rlhf.launch.agent")
     """With `kind = "hosts"`: starts an agent on `{host}`, passes on its standard input and output and nothing else."""
     directory: str = "~/.cache/async-rlhf"
-    """Folder on each host for what is sent; it may be deleted at any time. A file, but for code, that the host has at the same
-    path, or in its Hub cache, with the same digest is not sent."""
+    """Folder on each host for sent files; it may be deleted at any time. Files without code are not sent when the host has them
+    with the same digest, at the same path or in its Hub cache."""
     interface: str | None = None
     """Network interface of this machine that the hosts reach (`eth0`), for the hub without an `address` and for the learner's
     ranks, which have no keys: with ranks on other hosts a trusted network must be named. `"none"`: found."""
     address: str = "auto"
     """With `kind = "ray"`: `IP:PORT` of the head; `auto`: this machine's cluster, else a local Ray."""
     lost_after_s: float = Field(default=30.0, ge=2)
-    """Seconds of silence after which a host counts as lost; its agent then ends what it runs."""
+    """Seconds of silence after which a host counts as lost; its agent then ends its processes."""
 
     @model_validator(mode="after")
     def _of_its_kind(self) -> LaunchConfig:
@@ -49,9 +49,9 @@ class HostConfig(Section):
     """A host of the run."""
 
     name: str = Field(default="", max_length=100, pattern=r"^([A-Za-z0-9._:@][A-Za-z0-9._:@-]*)?$")
-    """How launchers reach it; the first host is the supervisor's own and may go without."""
+    """The launchers' name of the host; the first host is the supervisor's own and may have none."""
     devices: int = Field(default=0, ge=0, le=64)
-    """CUDA devices of it that the run may use, numbered from 0."""
+    """CUDA devices of the host that the run may use, numbered from 0."""
     device_memory: int | None = Field(default=None, ge=1)
     """Bytes of each of them; `"none"`: not known, and then nothing is refused for its size."""
     cpus: int = Field(default=1, ge=1)
@@ -59,7 +59,7 @@ class HostConfig(Section):
 
 
 class PlacementConfig(Section):
-    """Which process runs where."""
+    """The hosts and devices of each process."""
 
     hosts: tuple[HostConfig, ...] = ()
     """Hosts, the supervisor's own first (`[[placement.hosts]]`). None: this machine, and those that a launcher reaches, as they

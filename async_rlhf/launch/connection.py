@@ -32,11 +32,11 @@ from async_rlhf.launch.program import Launcher, Node, Process
 from async_rlhf.launch.tether import BEAT
 
 START_S = 120.0
-"""An agent's time to answer: what starts it may have to pull an image, or to wait for a node."""
+"""An agent's time to answer: its command may have to pull an image, or to wait for a node."""
 _ALIVE_S = 1.0
 _KILL_S = 30.0
 _CLOSE_S = 5.0
-# What a node may make this machine's disk take in one life, of all that it returns.
+# Bytes that a node's returned files may take on this machine's disk in one life.
 _MAX_RETURNED_BYTES = 256 << 20
 E = TypeVar("E", bound=orders.Event)
 
@@ -54,15 +54,14 @@ class Channel(Protocol):
 
 
 class Hosts(Protocol):
-    """Where agents can be had.
-
-    names: of the hosts of this run. here: what an agent on the supervisor's own machine calls its host. addresses: by which the
-    network knows the hosts.
-    """
+    """The places of agents."""
 
     names: tuple[str, ...]
+    """Names of this run's hosts."""
     here: str
+    """The name that an agent on the supervisor's own machine gives its host."""
     addresses: tuple[str, ...]
+    """The hosts' addresses in the network."""
 
     def connect(self, name: str) -> Channel:
         """An agent on this host. Raises OSError with the reason when there is none now."""
@@ -72,15 +71,16 @@ class Hosts(Protocol):
 
 @dataclass(frozen=True)
 class NodeFiles:
-    """What a node is given: see `orders.Start`. returns: name there -> file here to which it is appended."""
+    """The files that a node needs (see `orders.Start`)."""
 
     files: Mapping[str, Path]
     inline: Mapping[str, bytes] = field(repr=False)
     returns: Mapping[str, Path]
+    """Name there -> file here to which it is appended."""
 
 
 Pack = Callable[[Node, str], NodeFiles]
-"""(node, its directory there) -> what it is given."""
+"""(node, its directory there) -> its files."""
 
 
 class RemoteProcess:
@@ -119,7 +119,7 @@ class RemoteProcess:
 
     def ends(self, code: int, words: str) -> None:
         if self._code is None:
-            self._failure_message = words  # first: who sees the code may read them
+            self._failure_message = words  # first, because a reader of the code may read them
             self._code = code
             self._ended.set()
 
@@ -142,7 +142,7 @@ class HostConnection:
         self._channel: Channel | None = None
         self._directory = ""
         self.host = Host()
-        """What it has, once it is ready."""
+        """The host's resources, once it is ready."""
         self._processes: dict[int, RemoteProcess] = {}
         self._orders: SimpleQueue[RemoteProcess | orders.Kill | None] = SimpleQueue()
         self._answers: SimpleQueue[orders.Event | None] = SimpleQueue()
@@ -205,8 +205,8 @@ class HostConnection:
         if (ours := installed()) != opened.version:
             raise ConnectionRefusedError(f"async-rlhf {opened.version} is installed there, and {ours} here; install the same")
         self._directory = opened.directory
-        own = {"name": self._name, "own": opened.name == self._hosts.here}
-        self.host = Host.model_validate(opened.has).model_copy(update=own)
+        facts = {"name": self._name, "own": opened.name == self._hosts.here}
+        self.host = Host.model_validate(opened.has).model_copy(update=facts)
 
     def _start(self, process: RemoteProcess) -> None:
         node = process.node
@@ -247,7 +247,7 @@ class HostConnection:
         try:
             self._channel.send(orders.ORDERS.pack(message))
         except OSError:
-            self._receiver.join(_CLOSE_S)  # what came before the end says more than that it has ended
+            self._receiver.join(_CLOSE_S)  # events from before the end say more than the end itself
             raise
 
     def _answer(self, kind: type[E], timeout_s: float | None = None) -> E:
@@ -257,17 +257,17 @@ class HostConnection:
         """
         while True:
             try:
-                found = self._answers.get(timeout=timeout_s or _ALIVE_S)
+                answer = self._answers.get(timeout=timeout_s or _ALIVE_S)
                 break
             except Empty:
                 if timeout_s is not None:
                     raise TimeoutError(f"no answer within {timeout_s:g} s") from None
                 self._send(orders.Alive())
-        if found is None:
+        if answer is None:
             raise ConnectionAbortedError(self.lost)
-        if not isinstance(found, kind):
-            raise WireError(f"the agent answers {found.type!r}, and {kind.__name__} is due")
-        return found
+        if not isinstance(answer, kind):
+            raise WireError(f"the agent answers {answer.type!r}, and {kind.__name__} is due")
+        return answer
 
     # -- the thread that receives ------------------------------------------------------------------------------------
 
@@ -286,22 +286,22 @@ class HostConnection:
         finally:
             self._lose("internal error: see the error of its thread")
 
-    def _handle(self, found: orders.Event) -> None:
+    def _handle(self, event: orders.Event) -> None:
         for waiting in list(self._processes.values()):
             if not waiting.pid:
                 waiting.beaten(BEAT)
-        if isinstance(found, orders.Opened | orders.MissingContents):
-            self._answers.put(found)
-        elif not isinstance(found, orders.Alive) and (process := self._processes.get(found.life)) is not None:
-            if isinstance(found, orders.Started):
-                process.pid = found.pid
-            elif isinstance(found, orders.Beats):
-                process.beaten(found.words)
-            elif isinstance(found, orders.Wrote):
-                process.wrote(found.number, found.data)
+        if isinstance(event, orders.Opened | orders.MissingContents):
+            self._answers.put(event)
+        elif not isinstance(event, orders.Alive) and (process := self._processes.get(event.life)) is not None:
+            if isinstance(event, orders.Started):
+                process.pid = event.pid
+            elif isinstance(event, orders.Beats):
+                process.beaten(event.words)
+            elif isinstance(event, orders.Wrote):
+                process.wrote(event.number, event.data)
             else:
-                del self._processes[found.life]
-                process.ends(found.code, found.words and f"host {self._name!r}: {found.words}")
+                del self._processes[event.life]
+                process.ends(event.code, event.words and f"host {self._name!r}: {event.words}")
 
     def _lose(self, reason: str) -> None:
         with self._guard:
@@ -318,7 +318,7 @@ class HostConnection:
 
 
 class Connections(Launcher):
-    """To the hosts of a run; its launcher, once `local` is set, which starts the nodes of this machine.
+    """The connections to a run's hosts; its launcher, once `local` is set, which starts the nodes of this machine.
 
     opening: the first order to each agent. pack: what a node is given. large: files of it that take long to read.
     """
@@ -336,12 +336,12 @@ class Connections(Launcher):
         for path in self._large:  # now: while gigabytes are read no host is sent anything
             known_digest(path)
         for connection in [self._to(name) for name in self.names]:
-            connection.ready.wait()  # each step of it has a deadline
+            connection.ready.wait()  # each of its steps has a deadline
             if connection.lost:
                 raise ConfigError(f"the run cannot be started: {connection.lost}")
 
     def inventory(self) -> Inventory:
-        """What the hosts have, after `check`."""
+        """The hosts' resources, after `check`."""
         return tuple(self._connections[name].host for name in self.names)
 
     def start(self, run_dir: Path, node: Node) -> Process:

@@ -68,7 +68,7 @@ class Depot:
         self._elsewhere: dict[str, Path] = {}
 
     def missing(self, places: Mapping[str, str]) -> list[str]:
-        """Of these contents those that are neither kept here nor at their places on this host, where they are then used."""
+        """The contents that are neither kept here nor at their places on this host; those at their places are used there."""
         missing = []
         for digest, place in places.items():
             path = Path(place.replace(HUB_CACHE, HF_HUB_CACHE))
@@ -89,15 +89,15 @@ class Depot:
         if not last:
             return
         del self._arriving[name]
-        if (found := so_far.hexdigest()) != name:
+        if (digest := so_far.hexdigest()) != name:
             temporary.unlink()
-            raise WireError(f"a content came with digest {found} instead of {name}", "digest")
+            raise WireError(f"a content came with digest {digest} instead of {name}", "digest")
         with suppress(PermissionError):  # a disk without modes
             temporary.chmod(0o444)
         temporary.replace(self._contents / name)
 
     def lay_out(self, node: str, files: Mapping[str, str], inline: Mapping[str, bytes]) -> Path:
-        """The new directory of a node; what an earlier life left in it is removed."""
+        """Make the directory of a node anew, without the files of an earlier life."""
         directory = self.own / node
         shutil.rmtree(directory, ignore_errors=True)
         for name, content in files.items():

@@ -1,4 +1,4 @@
-"""What an exit code means, the same for the command line and for every process of a run."""
+"""The exit codes, the same for the command line and for every process of a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REWARDS_FAILED = 6
 REFUSED_TO_TRAIN = 7
 DAMAGED = 8
 HOST_LOST = 9
-"""Of a role whose host cannot be reached: nothing is known of its end, and it does not count as a death."""
+"""The code of a role whose host cannot be reached: its end is unknown, and does not count as a death."""
 INTERRUPTED = 130
 
 
@@ -46,7 +46,7 @@ class WorkerLostError(AsyncRLHFError):
 
 
 class RefusedToTrainError(AsyncRLHFError):
-    """The learner's process ended rather than train on what it was given."""
+    """The learner's process ended rather than train on its data."""
 
 
 class InterruptedRunError(AsyncRLHFError):
@@ -60,7 +60,7 @@ FATAL: dict[int, type[AsyncRLHFError]] = {
     REFUSED_TO_TRAIN: RefusedToTrainError,
     DAMAGED: DamagedError,
 }
-"""By code, what a run ends by whose process has ended so: starting that again would end the same way."""
+"""The error of a run by the exit code of its process, for codes that a restart would repeat."""
 
 
 _CODES: dict[type, int] = {kind: code for code, kind in FATAL.items()} | {
@@ -77,7 +77,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def end_with(work: Callable[[], int]) -> NoReturn:
-    """This process ends with the code of its work; with a traceback and 1 where that raises."""
+    """End this process with the code of its work; with a traceback and 1 after an error."""
     code = FAILED
     try:
         code = work()

@@ -36,7 +36,7 @@ from async_rlhf.launch.exit_codes import end_with
 from async_rlhf.launch.program import title
 
 INHERITED = "ASYNC_RLHF_FORK_SERVER"
-"""Where a program finds the server that came with it (`exec_with_server`): process, descriptor, server, digest of variables."""
+"""Names the inherited server of a program (`exec_with_server`): process, descriptor, server, digest of variables."""
 _CALLER = {"ASYNC_RLHF_CALLER_REWARDS", "ASYNC_RLHF_CALLER_ENVIRONMENT"}
 READ_LATE = {"CUDA_VISIBLE_DEVICES", "ASYNC_RLHF_TETHER", INHERITED, "PYTEST_CURRENT_TEST", *_CALLER}
 """Variables that nothing reads while it is imported: a role may have others than its server."""
@@ -53,7 +53,7 @@ def digest(variables: Mapping[str, str]) -> str:
 
 
 def exactly(source: socket.socket, count: int) -> bytes:
-    """Raises ConnectionError at the end of what comes."""
+    """Receive exactly `count` bytes. Raises ConnectionError at the end of the stream."""
     if count > _MAX_BYTES:
         raise ConnectionError(f"a message of {count} bytes")
     data = b""
@@ -65,7 +65,7 @@ def exactly(source: socket.socket, count: int) -> bytes:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """arguments: its end of the socket, what to import."""
+    """arguments: its end of the socket, and the modules to import."""
     setproctitle(title(["fork_server"]))  # also finds where a title is kept, which a role does not once its variables change
     _ignore_terminal()
     source = socket.socket(fileno=int(arguments[0]))
@@ -76,13 +76,13 @@ def main(arguments: Sequence[str]) -> int:
     gc.disable()
     for module in arguments[1:]:
         import_module(module)
-    gc.freeze()  # what is imported stays: no collector touches it, here or in a role, so that its memory is shared
+    gc.freeze()  # no collector touches imported objects, here or in a role, so that their memory stays shared
     _serve(source)
     return 0
 
 
 def _ignore_terminal() -> None:
-    """It ends with the process that began it."""
+    """Ignore a terminal's signals: the server ends with the process that began it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
@@ -106,7 +106,7 @@ def _answer(source: socket.socket) -> None:
             os.waitpid(between, 0)  # now the orphan has its new parent
         finally:
             os.close(writes)
-        written = os.read(reads, 4096)  # the orphan's number, or why there is none
+        written = os.read(reads, 4096)  # the orphan's process number, or the error
         answer = {"pid": int(written)} if written.isdigit() else {"error": written.decode() or "its first parent was killed"}
     except OSError as error:
         answer = {"error": f"it cannot be forked: {error}"}
@@ -141,12 +141,12 @@ def _leave_an_orphan(source: socket.socket, request: dict[str, Any], descriptors
 
 
 def _inherit(request: dict[str, Any], descriptors: list[int]) -> None:
-    """What a started process would have from the one that started it."""
+    """Take over the requester's directory, streams, variables, umask, CPUs and limits, as a child of it would."""
     folder, *streams = descriptors
     os.fchdir(folder)
     above = [fcntl.fcntl(each, fcntl.F_DUPFD, len(streams)) for each in streams]  # so that none is overwritten
-    for target, each in enumerate(above):
-        os.dup2(each, target, inheritable=True)
+    for target, descriptor in enumerate(above):
+        os.dup2(descriptor, target, inheritable=True)
     os.closerange(len(streams), max(above) + 1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

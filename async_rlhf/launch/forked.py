@@ -33,7 +33,7 @@ _END_S = 30.0
 
 
 class ForkedProcess:
-    """A child that was forked by a server; what `subprocess.Popen` offers of a child, for those that use one or the other.
+    """A child that was forked by a server, with the interface of `subprocess.Popen` that callers use.
 
     stdin: the writing end of its standard input, where it has one.
     """
@@ -82,7 +82,7 @@ class ForkServer:
 
     @classmethod
     def begin(cls, preload: Sequence[str], variables: Mapping[str, str]) -> ForkServer:
-        """It begins at once and imports `preload`; it ends with this process."""
+        """Begin a server, which imports `preload` at once and ends with this process."""
         ours, theirs = socket.socketpair()
         command = python("-m", "async_rlhf.launch.fork_server", str(theirs.fileno()), *preload)
         with theirs:
@@ -133,7 +133,7 @@ class ForkServer:
             }
         ).encode()
         folder = os.open(cwd, os.O_PATH | os.O_DIRECTORY)
-        adopted = adopt_orphans()  # for the moment: the program around need not reap what its other children leave
+        adopted = adopt_orphans()  # only for the moment: the calling program need not reap orphans of its other children
         try:
             socket.send_fds(self._socket, [HEADER.pack(len(request))], [folder, *descriptors])
             self._socket.sendall(request)
@@ -169,7 +169,7 @@ def _close() -> None:
 
 
 def _forget() -> None:
-    """In a process that the program around has forked: the server is its parent's."""
+    """Called in a process that the calling program forks: the server is its parent's."""
     global _server, _lock
     _server, _lock = None, threading.RLock()
 
@@ -195,11 +195,8 @@ def warm(preload: Sequence[str], variables: Mapping[str, str]) -> ForkServer | N
 
 
 def fork(preload: Sequence[str], variables: Mapping[str, str], request: Callable[[ForkServer], int]) -> int | None:
-    """What a server with these variables is asked for, also where it has just ended; None where there can be none, or it ends
-    while it imports: who then imports for itself says why in its own log.
-
-    Raises OSError.
-    """
+    """The result of `request` to a server with these variables, started again if it has just ended. None where there can be no
+    server, or it ends while it imports: the caller then imports for itself, and its log says why. Raises OSError."""
     with _lock:
         for _ in range(2):
             if (server := warm(preload, variables)) is None:
@@ -212,7 +209,7 @@ def fork(preload: Sequence[str], variables: Mapping[str, str], request: Callable
 
 
 def umask() -> int:
-    """Of this process, which is not changed to know it: another thread may be making a file."""
+    """The umask of this process, read without changing it: another thread may be making a file."""
     return int(re.search(r"^Umask:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)[1], 8)  # type: ignore[index]
 
 
@@ -224,7 +221,7 @@ def _is_child(pid: int) -> bool:
 
 
 def adopt_orphans(wanted: bool = True) -> bool:
-    """From now on a process below this one whose parent ends becomes a child of this one, or no longer. Returns how it was.
+    """Set whether descendants whose parent ends become children of this process. Returns the previous setting.
 
     Linux only; elsewhere it does nothing.
     """

@@ -98,7 +98,7 @@ class CommandHosts:
         return CommandChannel([word.replace("{host}", name) for word in self._command])
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Nothing to close."""
 
 
 class CommandChannel:
@@ -133,7 +133,7 @@ class CommandChannel:
     def close(self) -> None:
         if self._pipe.end(_END_S):
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_S)  # the agent removes what it has on its disk
+                self._process.wait(_END_S)  # the agent removes its files
         self._process.kill()
         self._process.wait()
 

@@ -20,7 +20,7 @@ from async_rlhf.launch.tether import environment
 _KILL_S = 30.0
 # Of a log's end; a role's reason is its last lines.
 _LAST_BYTES = 1 << 16
-# What a reason begins with: ours, and that of an exception in C++ that ends the process.
+# Beginnings of a reason in a log: ours, and that of a C++ exception that ends the process.
 _FATAL = ("fatal: ", "  what():  ")
 _ROLES = "async_rlhf.run.processes.roles"
 # Roles that compute: their imports take seconds, and are made once for all of them.
@@ -75,7 +75,7 @@ class LocalProcess:
 
 
 class LocalLauncher(Launcher):
-    """See `Launcher`. lock: of the run directory; what is started here keeps it until it ends. variables: more."""
+    """See `Launcher`. lock: of the run directory; processes started here keep it until they end. variables: more."""
 
     def __init__(self, lock: RunLock | None = None, variables: Mapping[str, str] | None = None) -> None:
         self._lock, self._variables = lock, {} if variables is None else variables  # which may be added to later
@@ -100,7 +100,7 @@ class LocalLauncher(Launcher):
     def _forked(
         self, node: Node, arguments: list[str], variables: dict[str, str], log: int, passed: list[int]
     ) -> ForkedProcess | None:
-        """By the fork server; None for a role that computes nothing, or has threads or CPUs of its own."""
+        """Fork a role by the fork server; None for a role that computes nothing, or has its own threads or CPUs."""
         if node.role not in _FORKED or (node.threads, node.cpus) != (None, None):
             return None
         variables = variables | environment(*range(3, 3 + len(passed)))
@@ -132,23 +132,23 @@ class LocalLauncher(Launcher):
 
 
 def last_error(log: Path, words: Sequence[str], begin: int = 0) -> str:
-    """The last line that begins with one of these, the first of which there is one, without it; else the last line. begin: of
+    """The last line that begins with the first of `words` that occurs, without that word; else the last line. begin: of
     the lines that count, unless the file was cut since. Raises OSError."""
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(begin if begin <= size else 0, size - _LAST_BYTES))
         lines = [line for line in file.read(_LAST_BYTES).decode(errors="replace").splitlines() if line.strip()]
-    found = (line.removeprefix(word) for word in words for line in reversed(lines) if line.startswith(word))
-    return next(found, lines[-1] if lines else "")
+    reasons = (line.removeprefix(word) for word in words for line in reversed(lines) if line.startswith(word))
+    return next(reasons, lines[-1] if lines else "")
 
 
 def warm() -> None:
-    """Begin what roles of this machine are forked from; the first that is started waits for it the less."""
+    """Begin the fork server of this machine's roles, so that the first role waits less for it."""
     forked.warm(_IMPORTED_ONCE, role_variables())
 
 
 def begin(command: Sequence[str], variables: Mapping[str, str], descriptors: Sequence[int], cwd: str) -> Child:
-    """A program of this machine that will start roles, in a session of its own: what they are forked from it gets with it.
+    """Start a program of this machine that will start roles, in a session of its own, with a fork server for them.
 
     descriptors: its 0, 1, 2, 3, ...; it inherits no other. Raises OSError.
     """
@@ -165,14 +165,14 @@ def begin(command: Sequence[str], variables: Mapping[str, str], descriptors: Seq
 
 
 def role_variables() -> dict[str, str]:
-    """Of every role: those of this process, and what makes a library behave as a role must."""
+    """Environment variables of every role: those of this process, and settings of libraries."""
     return {
         "VLLM_RPC_BASE_PATH": str(socket_root()),
         **os.environ,
         "PYTHONUNBUFFERED": "1",
         "PYTHONUTF8": "1",  # files and logs are UTF-8, whatever the locale of the host is
         "PYTHONIOENCODING": "utf-8:backslashreplace",
-        "PYTHONHASHSEED": "0",  # what draws from sets, a reward for one, does so alike in every life
+        "PYTHONHASHSEED": "0",  # code that iterates over sets, such as a reward, does so alike in every life
         "HF_HUB_OFFLINE": "1",  # models are local directories by now: a role fetches nothing
         "TOKENIZERS_PARALLELISM": "false",
         "TQDM_DISABLE": "1",  # bars of libraries do not belong into a log

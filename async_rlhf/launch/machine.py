@@ -1,4 +1,4 @@
-"""What this machine has, and how a process of it is shown some devices and held to some CPUs. Without torch.
+"""This machine's resources, and how a process of it is shown some devices and held to some CPUs. Without torch.
 
 A device's number counts what CUDA_VISIBLE_DEVICES shows to the supervisor ("3,5": device 0 is the machine's 3), or all devices
 where it is not set. `visible` alone translates a number back, so that names of any form (indices, UUIDs, MIG) stay as they are.
@@ -43,13 +43,13 @@ def this_machine(environment: Mapping[str, str] = os.environ, *, look_for_device
 
 
 def installed() -> str:
-    """What all hosts of a run must have: a version of async-rlhf, and its code, which clones of one version may differ in."""
+    """Version of async-rlhf and digest of its code, which all hosts of a run must share; clones of one version may differ."""
     return f"{version('async-rlhf')} (code {sources()})"
 
 
 def sources() -> str:
-    """Digest of the code that processes of a run execute, 12 hexadecimal digits: what a commit says nothing of where there are
-    changes, and says too much of where only documents differ."""
+    """Digest of the code that processes of a run execute, 12 hexadecimal digits. A commit would not include local changes, and
+    would differ where only documents differ."""
     package = Path(__file__).resolve().parents[1]
     files = sorted(path for room in _ROOMS for path in (package / room).rglob("*.py"))
     lines = "".join(f"{path.relative_to(package)} {content_digest(path)}\n" for path in files)
@@ -60,35 +60,35 @@ def shown_devices(environment: Mapping[str, str] = os.environ) -> list[tuple[str
     """`parse` of the driver's list; empty where there is no driver, or it does not answer in time."""
     listed = ""
     with suppress(OSError, subprocess.SubprocessError):
-        found = subprocess.run(
+        answer = subprocess.run(
             _QUERY, capture_output=True, text=True, check=False, timeout=_DEADLINE_S, stdin=subprocess.DEVNULL
         )
-        listed = found.stdout if found.returncode == 0 else ""
+        listed = answer.stdout if answer.returncode == 0 else ""
     return parse(listed, environment.get(_CUDA))
 
 
 def parse(listed: str, shown: str | None) -> list[tuple[str, int | None]]:
     """Name and bytes of each device that is shown, in that order; bytes None where the driver does not list it (MIG).
 
-    listed: index, uuid, name, MiB as CSV. shown: CUDA_VISIBLE_DEVICES; as with CUDA, what follows an unknown one is not shown.
+    listed: index, uuid, name, MiB as CSV. shown: CUDA_VISIBLE_DEVICES; as with CUDA, devices after an unknown one are hidden.
     """
     rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(listed)) if len(row) == 4]
     known = {index: (name, int(mib) << 20 if mib.isdigit() else None) for index, _, name, mib in rows}
     if shown is None:
         return list(known.values())
     by_uuid = {uuid: known[index] for index, uuid, _, _ in rows}
-    found: list[tuple[str, int | None]] = []
+    devices: list[tuple[str, int | None]] = []
     for word in _words(shown):
         if re.fullmatch(r"\d+", word):
             if word not in known:
                 break
-            found.append(known[word])
+            devices.append(known[word])
         elif rows and word.startswith(("GPU-", "MIG-")):
             # a UUID may be cut short where it stays the only one
-            found.append(next((device for uuid, device in by_uuid.items() if uuid.startswith(word)), ("", None)))
+            devices.append(next((device for uuid, device in by_uuid.items() if uuid.startswith(word)), ("", None)))
         else:
             break
-    return found
+    return devices
 
 
 def visible(devices: tuple[int, ...] | None, environment: Mapping[str, str]) -> dict[str, str]:
@@ -104,8 +104,8 @@ def visible(devices: tuple[int, ...] | None, environment: Mapping[str, str]) -> 
         words = _words(shown)
         if beyond := [device for device in devices if device >= len(words)]:
             raise ConfigError(
-                f"device {beyond[0]} of this machine is to be used, and {_CUDA} = {shown!r} shows {len(words)} devices, from 0 "
-                "on; unset it, or let [placement] say fewer"
+                f"the run needs device {beyond[0]} of this machine, but {_CUDA} = {shown!r} shows {len(words)} devices (from "
+                "0); unset it, or set fewer devices in [placement]"
             )
         names = [words[device] for device in devices]
     return {_CUDA: ",".join(names)}
@@ -116,7 +116,7 @@ def _words(shown: str) -> list[str]:
 
 
 def machine_cpus(cpus: tuple[int, ...]) -> set[int]:
-    """What the machine calls these CPUs. Raises ConfigError for a number beyond what this process may use, and where
+    """The machine's numbers of these CPUs. Raises ConfigError for a number beyond those that this process may use, and where
     processes cannot be held to CPUs."""
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError(
@@ -125,8 +125,8 @@ def machine_cpus(cpus: tuple[int, ...]) -> set[int]:
     usable = sorted(os.sched_getaffinity(0))
     if beyond := [cpu for cpu in cpus if cpu >= len(usable)]:
         raise ConfigError(
-            f"CPU {beyond[0]} of this machine is to be used, and the run may use {len(usable)} of it, from 0 on; let "
-            f"placement.hosts say cpus = {len(usable)}, or leave it out"
+            f"the run needs CPU {beyond[0]} of this machine, but may use only {len(usable)} (from 0); set cpus = {len(usable)} "
+            "in placement.hosts, or leave it out"
         )
     return {usable[cpu] for cpu in cpus}
 
@@ -162,6 +162,6 @@ def with_threads(threads: int | None, variables: Mapping[str, str] = os.environ)
 
 
 def assigned_threads(variables: Mapping[str, str] = os.environ) -> int | None:
-    """As the launcher has set it for this process; None: as its configuration says."""
+    """The threads that the launcher has set for this process; None: as its configuration says."""
     found = variables.get(_THREADS)
     return None if found is None else int(found)

@@ -18,9 +18,9 @@ from async_rlhf.buffers.protocol.message import Codec, Count, Name
 
 MAX_FRAME_BYTES = 4 << 20
 PIECE_BYTES = 1 << 20
-"""Of a file, in one message."""
+"""The largest piece of a file in one message."""
 HUB_CACHE = "{hub}"
-"""In a path: the folder in which the agent's user has models of the Hugging Face Hub."""
+"""Stands in a path for the agent's cache of the Hugging Face Hub."""
 _MAX_FILES = 4096
 _MAX_INLINE_BYTES = 2 << 20
 
@@ -39,23 +39,25 @@ Data = Annotated[bytes, Field(max_length=PIECE_BYTES)]
 Exit = Annotated[int, Field(ge=-255, le=255)]
 Numbers = Annotated[tuple[Count, ...], Field(strict=False, max_length=1 << 13)]
 OF_NODE = ("name", "role", "arguments", "devices", "cpus", "threads")
-"""What `Start` has of a `program.Node`."""
+"""Fields that `Start` takes from a `program.Node`."""
 
 
 class OpenAgent(message.Message):
-    """The first order. directory: where the agent keeps files; `~` is the home of its user. lost_after_s: of silence.
-    accelerators: whether the agent queries the driver for them."""
+    """The first order."""
 
     directory: Text
+    """The agent's folder for files; `~` is the home of its user."""
     lost_after_s: float = Field(gt=0)
+    """Seconds of silence after which the supervisor is lost."""
     accelerators: bool = False
+    """Whether the agent queries the driver for accelerators."""
 
 
 class Want(message.Message):
-    """Which of these contents has the host not got? places: by digest, the path at which it may have a file with it, which may
-    begin with `HUB_CACHE`."""
+    """Asks which of these contents the host lacks."""
 
     places: dict[FileDigest, Text] = Field(max_length=_MAX_FILES)
+    """By digest a path at which the host may have the file; it may begin with `HUB_CACHE`."""
 
 
 class ContentPiece(message.Message):
@@ -67,20 +69,23 @@ class ContentPiece(message.Message):
 
 
 class Start(message.Message):
-    """Start a node. life: its number in all that follows. arguments: in them the agent names its directory of sockets
-    (`sockets.ON_HOST`). files: contents the agent has; inline: small ones, which it keeps with mode 0600; returns: what it
-    writes there and the supervisor keeps a copy of."""
+    """Start a node."""
 
     life: Count
+    """Its number in all later messages."""
     name: RelativeName
     role: Name
     arguments: tuple[Text, ...] = Field(strict=False, max_length=64)
+    """The agent replaces `sockets.ON_HOST` in them by its directory of sockets."""
     devices: Numbers | None = None
     cpus: Numbers | None = None
     threads: int | None = Field(default=None, ge=1)
     files: dict[RelativeName, FileDigest] = Field(max_length=_MAX_FILES)
+    """Contents that the agent has."""
     inline: dict[RelativeName, Annotated[bytes, Field(max_length=_MAX_INLINE_BYTES)]] = Field(max_length=64)
+    """Small contents, which the agent keeps with mode 0600."""
     returns: list[RelativeName] = Field(max_length=8)
+    """Files that the node writes and the supervisor keeps a copy of."""
 
 
 class Kill(message.Message):
@@ -88,17 +93,18 @@ class Kill(message.Message):
 
 
 class Alive(message.Message):
-    """Nothing to report: the sender is there."""
+    """The sender lives and has nothing to report."""
 
 
 class Opened(message.Message):
-    """version: as `machine.installed` there. name: what the agent calls its host. directory: of this agent alone, absolute.
-    has: the fields of a `placement.Host`."""
-
     version: Name
+    """The result of `machine.installed` there."""
     name: Name
+    """The agent's name of its host."""
     directory: Text
+    """The directory of this agent alone, absolute."""
     has: dict[Name, int | bool | str | None] = Field(max_length=16)
+    """The fields of a `placement.Host`."""
 
 
 class MissingContents(message.Message):
@@ -118,19 +124,22 @@ class Beats(message.Message):
 
 
 class Wrote(message.Message):
-    """What was appended to one of the files it returns. number: which of them."""
+    """Bytes appended to one of the files that the node returns."""
 
     life: Count
     number: Count
+    """The file's place among them."""
     data: Data
 
 
 class NodeEnded(message.Message):
-    """code: as `Process.poll`; words: as `Process.failure_message`. Also of a node that could not be started."""
+    """A node has ended, or could not be started."""
 
     life: Count
     code: Exit
+    """As `Process.poll` returns it."""
     words: Text
+    """As `Process.failure_message` returns it."""
 
 
 Order = OpenAgent | Want | ContentPiece | Start | Kill | Alive

@@ -1,4 +1,4 @@
-"""Which process of a run is on which host, with which devices and CPUs: a pure function of what a run wants and what there is.
+"""The placement of a run's processes on hosts, devices and CPUs: a pure function of the run's needs and the resources.
 
     learner      a device a rank, of the hosts of `learner_hosts` in their order
     evaluation   where it works beside the run: as many as an actor. Else it waits until the run's processes have ended and
@@ -46,13 +46,13 @@ Part = Literal["generation", "scoring", "learning"]
 
 
 class Host(HostConfig):
-    """A machine, with what a configuration does not say of it. The first of a run is the supervisor's, whatever its name; a
+    """A machine, with facts beyond the configuration. The first of a run is the supervisor's, whatever its name; a
     `Node` calls that one ""."""
 
     memory: int | None = Field(default=None, ge=0)
     """Bytes of the machine; None: not known."""
     own: bool = False
-    """It is the first once more, under the name by which a launcher starts processes there; they share its devices."""
+    """It is the first host again, under the name by which a launcher starts processes there; they share its devices."""
 
     def __str__(self) -> str:
         return self.name or "this machine"
@@ -60,17 +60,12 @@ class Host(HostConfig):
 
 Inventory = tuple[Host, ...]
 Devices = int | None
-"""How many one process needs: 0 on a CPU; None where they are not CUDA's, which are not given out."""
+"""Devices that one process needs: 0 on a CPU; None for devices other than CUDA's, which are not assigned."""
 
 
 @dataclass(frozen=True)
 class WantedNodes:
-    """The processes of a run, by what decides where they can be.
-
-    threads: of one process. evaluates_beside: evaluations are made while training goes on. learner_hosts: names, empty for
-    all; on CPUs, for the first. away: no actor is on the first host. actor_share: with `colocate`, the share of a
-    device's memory that an engine takes. strategy: None leaves every process every CPU.
-    """
+    """The processes of a run, by what decides where they can be. `*_threads` are those of one process."""
 
     ranks: int = 1
     rank_devices: Devices = 0
@@ -82,11 +77,16 @@ class WantedNodes:
     scorer_devices: Devices = 0
     evaluation_devices: Devices = 0
     evaluates_beside: bool = False
+    """Evaluations are made while training goes on."""
     learner_hosts: tuple[str, ...] = ()
+    """Names, empty for all; on CPUs, for the first."""
     away: bool = False
+    """No actor is on the first host."""
     colocate: bool = False
     actor_share: float = 0.5
+    """With `colocate`, the share of a device's memory that an engine takes."""
     strategy: Strategy | None = None
+    """None leaves every process every CPU."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Placement:
-    """slots: by the names of nodes. evaluation_waits: its devices are those of other processes, which must have ended."""
-
     slots: Mapping[str, Slot]
+    """By the names of nodes."""
     evaluation_waits: bool = False
+    """Its devices are those of other processes, which must have ended."""
 
     @property
     def num_actors(self) -> int:
@@ -117,7 +117,7 @@ class Placement:
 
 
 def place(wanted: WantedNodes, inventory: Inventory) -> Placement:
-    """Raises ConfigError for a process without room: what was asked, how much there is, the nearest that fits."""
+    """Raises ConfigError for a process without room: the request, the free resources, the nearest that fits."""
     rooms = _FreeDevices(inventory, _sharing(wanted))
     slots = {"hub": Slot("", ()), **_learner(wanted, rooms)}
     waits = bool(wanted.evaluation_devices) and not wanted.evaluates_beside
@@ -142,14 +142,14 @@ def _sharing(wanted: WantedNodes) -> frozenset[str]:
 
 
 class _FreeDevices:
-    """What the devices of the hosts are given to, while processes are placed. Hosts are numbers here."""
+    """The processes that the hosts' devices are given to, while processes are placed. Hosts are numbers here."""
 
     def __init__(self, hosts: Inventory, sharing: frozenset[str]) -> None:
         self.hosts, self._sharing = hosts, sharing
         self.machine = [0 if host.own else number for number, host in enumerate(hosts)]
-        """Of each host: the first that is the same."""
+        """For each host the lowest number of the same machine."""
         self.given: dict[tuple[int, int], dict[str, str]] = {}
-        """By host and device: the process of each kind."""
+        """The process of each kind, by host and device."""
 
     def free(self, host: int, kind: str) -> list[int]:
         taken = (self.given.get((self.machine[host], device), {}) for device in range(self.hosts[host].devices))
@@ -171,7 +171,7 @@ class _FreeDevices:
         return self.hosts[host].name if host else ""
 
     def there(self, kind: str, hosts: Iterable[int] | None = None) -> str:
-        """What is left for this kind, in words."""
+        """The free devices for this kind, in words."""
         left = {number: len(self.free(number, kind)) for number in (range(len(self.hosts)) if hosts is None else hosts)}
         return ", ".join(f"{count} free of {self.hosts[n].devices} on {self.hosts[n]}" for n, count in left.items())
 
@@ -211,13 +211,13 @@ def _evaluation(wanted: WantedNodes, rooms: _FreeDevices, *, waits: bool) -> Slo
     enough = [
         n for n, host in enumerate(rooms.hosts) if (host.devices >= count if waits else rooms.has(n, "evaluation", count))
     ]
-    if not enough and waits:  # no host has so many, and `_actors` says so of the engine they are for
+    if not enough and waits:  # no host has so many, and `_actors` raises for the engine
         return Slot("", ())
     if not enough:
         raise ConfigError(
-            f"evaluations while training goes on (evaluation.every) need {count} devices of one host of their own; beside the "
-            f"learner there are {rooms.there('evaluation')}; set evaluation.every = 0, and the start and the end are evaluated "
-            "when the run's processes have ended, or placement.colocate = true"
+            f"evaluations during training (evaluation.every) need {count} devices of their own on one host; beside the learner "
+            f"there are {rooms.there('evaluation')}. Set evaluation.every = 0 (start and end are then evaluated when the run's "
+            "processes have ended), or placement.colocate = true"
         )
     if waits:
         return Slot(rooms.node_host(enough[0]), tuple(range(count)))
@@ -225,21 +225,21 @@ def _evaluation(wanted: WantedNodes, rooms: _FreeDevices, *, waits: bool) -> Slo
 
 
 def _actors(wanted: WantedNodes, rooms: _FreeDevices) -> dict[str, Slot]:
-    """With the scorer of each host that gets one."""
+    """Place the actors, and the scorer of each host that gets one."""
     hosts = range(len(rooms.hosts))[int(wanted.away) :]
-    count, found, there = wanted.actor_devices, dict[str, Slot](), rooms.there("actor", hosts)
+    count, slots, there = wanted.actor_devices, dict[str, Slot](), rooms.there("actor", hosts)
     most = None if wanted.actors == "fill" else wanted.actors
     num_actors = 0
 
     def needs_scorer(host: int) -> bool:
-        return wanted.scorer and scorer_name(host) not in found
+        return wanted.scorer and scorer_name(host) not in slots
 
     def add(host: int) -> None:
         nonlocal num_actors
         if needs_scorer(host):
-            found[scorer_name(host)] = rooms.give(host, "scorer", scorer_name(host), wanted.scorer_devices)
+            slots[scorer_name(host)] = rooms.give(host, "scorer", scorer_name(host), wanted.scorer_devices)
         name = f"actor-{num_actors}"
-        found[name] = rooms.give(host, "actor", name, count)
+        slots[name] = rooms.give(host, "actor", name, count)
         num_actors += 1
 
     cpus = Counter() if count else Counter({host: _cpu_room(wanted, rooms, host) for host in hosts})
@@ -252,13 +252,13 @@ def _actors(wanted: WantedNodes, rooms: _FreeDevices) -> dict[str, Slot]:
         add(host)
         cpus[host] -= 1
         turns.rotate(-int(wanted.away))
-    if not count:  # more than there are CPUs, which is the user's to decide
+    if not count:  # more than the CPUs: the user's decision
         more = [host for host in (hosts if wanted.away else (0,)) if _has_room(wanted, rooms, host, needs_scorer(host))]
         for host in islice(cycle(more), max(0, (most or 1) - num_actors)):
             add(host)
     if num_actors < (most or 1):
         raise _no_room(wanted, there, num_actors)
-    return found
+    return slots
 
 
 def _relays(slots: Mapping[str, Slot], hosts: Sequence[str]) -> dict[str, Slot]:
@@ -284,9 +284,9 @@ def _cpu_room(wanted: WantedNodes, rooms: _FreeDevices, host: int) -> int:
 
 
 def _no_room(wanted: WantedNodes, there: str, num_actors: int) -> ConfigError:
-    each = f"{wanted.actor_devices} devices of one host each" if wanted.actor_devices != 1 else "a device each"
+    need = f"{wanted.actor_devices} devices of one host each" if wanted.actor_devices != 1 else "a device each"
     if not wanted.actor_devices:
-        each = "no device"
+        need = "no device"
     beside = f", and a host's scorer {wanted.scorer_devices}" if wanted.scorer and wanted.scorer_devices else ""
     if num_actors:
         way = f"highest: actors.count = {num_actors}"
@@ -295,7 +295,7 @@ def _no_room(wanted: WantedNodes, there: str, num_actors: int) -> ConfigError:
             "not one fits: take fewer for the learner (learner.ranks), or let it share its devices (placement.colocate = true)"
         )
     return ConfigError(
-        f"actors.count = {wanted.actors!r}: actors need {each}{beside}; beside the other processes there are {there}; {way}"
+        f"actors.count = {wanted.actors!r}: actors need {need}{beside}; beside the other processes there are {there}; {way}"
     )
 
 
@@ -320,7 +320,7 @@ _SETS: dict[Strategy, tuple[tuple[Part, ...], ...]] = {
     "separation": (("generation",), ("scoring",), ("learning",)),
 }
 _FEW: tuple[tuple[Part, ...], ...] = (("generation", "scoring"), ("learning",))
-"""With fewer CPUs than sets, and where actors score by themselves."""
+"""The sets for fewer CPUs than sets, and for actors that score by themselves."""
 
 
 def _with_cpus(slots: Mapping[str, Slot], wanted: WantedNodes, strategy: Strategy, rooms: _FreeDevices) -> dict[str, Slot]:
@@ -341,8 +341,8 @@ def _with_cpus(slots: Mapping[str, Slot], wanted: WantedNodes, strategy: Strateg
     for machine in {machine for machine, kind in of_kind if kind in _PARTS}:
         kinds = [kind for kind in _PARTS if of_kind[machine, kind]]
         parts = {_PARTS[kind] for kind in kinds if kind != "evaluation"} or {"generation"}
-        found = cpu_sets(strategy, parts, rooms.hosts[machine])
-        sets |= {(machine, kind): found[_PARTS[kind]] for kind in kinds if _PARTS[kind] in found}
+        by_part = cpu_sets(strategy, parts, rooms.hosts[machine])
+        sets |= {(machine, kind): by_part[_PARTS[kind]] for kind in kinds if _PARTS[kind] in by_part}
     held = dict(slots)
     for name, slot in slots.items():
         of = machines[slot.host], name.partition("-")[0]
@@ -370,11 +370,11 @@ def cpu_sets(strategy: Strategy, parts: Collection[Part], host: Host) -> dict[Pa
 def shares(weights: Sequence[int], num_cpus: int) -> list[int]:
     """Whole shares of `num_cpus`, at least one each, of the others by largest remainders (Hamilton's method); equal ones go to
     the first."""
-    found, total = [1] * len(weights), sum(weights)
-    while sum(found) < num_cpus:
-        owed = [weight * num_cpus - has * total for weight, has in zip(weights, found, strict=True)]
-        found[owed.index(max(owed))] += 1
-    return found
+    sizes, total = [1] * len(weights), sum(weights)
+    while sum(sizes) < num_cpus:
+        owed = [weight * num_cpus - has * total for weight, has in zip(weights, sizes, strict=True)]
+        sizes[owed.index(max(owed))] += 1
+    return sizes
 
 
 def as_ranges(cpus: tuple[int, ...] | None) -> str:

@@ -1,4 +1,4 @@
-"""What the processor of this machine is called. Without torch.
+"""The name of this machine's processor. Without torch.
 
 Libraries choose kernels by a processor's instruction sets, and kernels sum in different orders: so numbers depend on both.
 """
@@ -12,21 +12,21 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-# Those by which ATen, oneDNN and MKL choose kernels of sums and products, as Linux names them.
+# Linux' names of the instruction sets by which ATen, oneDNN and MKL choose kernels of sums and products.
 _INSTRUCTIONS = (
     *("sse4_1", "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx_vnni"),
     *("avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8"),
     *("asimd", "asimddp", "sve", "sve2", "bf16", "svebf16", "i8mm"),
 )  # fmt: skip
 _APPLE = {"AdvSIMD": "asimd", "FEAT_DotProd": "asimddp", "FEAT_BF16": "bf16", "FEAT_I8MM": "i8mm"}
-# By which the libraries are told of fewer; MKL obeys the third on processors of Intel only, and its CBWR elsewhere too.
+# Variables that limit the libraries to fewer; MKL obeys the third on Intel processors only, and its CBWR elsewhere too.
 LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
 _LINUX = Path("/proc/cpuinfo")
 _MACOS = ("sysctl", "machdep.cpu.brand_string", "hw.optional")
 
 
 def processor(environment: Mapping[str, str] = os.environ) -> str:
-    """Its model, its instruction sets that matter for numbers, and what the libraries were told of it: "AMD EPYC (sse4_1 avx2
+    """Its model, its instruction sets that matter for numbers, and the libraries' limits: "AMD EPYC (sse4_1 avx2
     fma; MKL_CBWR=COMPATIBLE)"."""
     name, instructions = described()
     told = [f"{variable}={environment[variable]}" for variable in LIMITS if variable in environment]

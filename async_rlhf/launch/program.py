@@ -1,4 +1,4 @@
-"""The system as data: which processes there are, what they are given, and the seam to whatever starts them."""
+"""The system as data: its processes, their arguments, and the seam to the launchers."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Node:
-    """One process of the run: `async_rlhf.run.processes.roles` with ROLE RUN_DIR *arguments, logging to `log`.
-
-    arguments: those of a node on another host may name `sockets.ON_HOST`. host: where it runs; empty is the supervisor's own.
-    devices: the accelerators of that host that it may see, by number; None leaves them as the launcher finds them. cpus: those
-    that it may use, by number (`machine`); None: all. threads: of its computations; None: as the configuration says.
-    """
+    """One process of the run: `async_rlhf.run.processes.roles` with ROLE RUN_DIR *arguments, logging to `log`."""
 
     name: str
     role: str
     arguments: tuple[str, ...]
+    """On another host they may name `sockets.ON_HOST`."""
     log: Path
     host: str = ""
+    """The name of its host; empty for the supervisor's own."""
     devices: tuple[int, ...] | None = None
+    """The accelerators of that host that it may see, by number; None leaves them as the launcher finds them."""
     cpus: tuple[int, ...] | None = None
+    """The CPUs that it may use, by number (`machine`); None: all."""
     threads: int | None = None
+    """The threads of its computations; None: as the configuration says."""
 
 
 _TITLE = "async-rlhf:"
 
 
 def title(arguments: Sequence[str]) -> str:
-    """What a role is called where processes are listed: `async-rlhf: actor runs/quick ...`."""
+    """A role's title in a list of processes: `async-rlhf: actor runs/quick ...`."""
     return " ".join((_TITLE, *arguments))
 
 
@@ -52,11 +52,11 @@ class Process(Protocol):
         """Exit code, or None while it runs; negative is the signal that ended it."""
 
     def read_beats(self) -> bytes:
-        """What it has sent since the last call, one byte a word (`tether.BEAT`, `PROGRESS`, `PERCENT`). Never waits."""
+        """The bytes sent since the last call, one byte a word (`tether.BEAT`, `PROGRESS`, `PERCENT`). Never waits."""
 
     def failure_message(self) -> str:
-        """Why it ended, by its own account in this life: what it called fatal, else the exception in C++ that ended it,
-        else its log's last line, else nothing."""
+        """Why it ended, by its log of this life: its fatal message, else the C++ exception that ended it, else the last line,
+        else nothing."""
 
     def kill(self) -> None:
         """End it now, also when it is frozen, and wait until it has ended (30 s at most: then the kernel holds it)."""
@@ -71,11 +71,11 @@ class Launcher(ABC):
         """Raises OSError when it cannot be started now."""
 
     def agents(self) -> Mapping[str, Callable[[], None]]:
-        """By the name of each host beyond this machine that is there now: what ends its agent, and all that runs there."""
+        """For each connected host beyond this machine, a function that ends its agent and all its processes."""
         return {}
 
     def close(self) -> None:  # noqa: B027  of this machine there is nothing to close
-        """Let go of the hosts; what still runs there ends."""
+        """Let go of the hosts; processes that still run there end."""
 
 
 def rank_name(rank: int) -> str:

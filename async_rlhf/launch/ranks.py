@@ -33,7 +33,7 @@ class RankProcesses:
     """
 
     def __init__(self, hosts: Sequence[str], processes: Sequence[Process]) -> None:
-        """By rank. hosts: as in `Node`."""
+        """hosts, processes: by rank; hosts as in `Node`."""
         self._hosts, self._processes = hosts, processes
         self._beaten: set[int] = set()
         self._code: int | None = None
@@ -99,7 +99,7 @@ class RankProcesses:
 
 
 def _rank_of_end(code: int) -> int:
-    """Of ends that are seen at once, which is the cause: a rank that lost another ends too, by its own code."""
+    """Sort key of ends that are seen at once, the cause first: a rank that lost another ends too, by its own code."""
     if code in FATAL:
         return 0
     return 1 if code == HOST_LOST else 2 if code < 0 else 3

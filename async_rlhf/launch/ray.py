@@ -56,11 +56,11 @@ class RayAgent:
 
     def receive(self) -> list[bytes]:
         """The next frames; waits a second for one."""
-        found, wait_s = list[bytes](), _EVENTS_S
+        frames, wait_s = list[bytes](), _EVENTS_S
         while (frame := self._channel.receive(wait_s)) is not None:
-            found.append(frame)
+            frames.append(frame)
             wait_s = 0.0
-        return found
+        return frames
 
     def close(self) -> None:
         self._channel.close()
@@ -128,7 +128,7 @@ class RayHosts:
             return there[self._taken[name]]
 
     def _nodes(self) -> list[dict[str, Any]]:
-        """Those that live and can hold an agent; that of this process last, for hub and learner run there."""
+        """The living nodes that can hold an agent; the node of this process last, because hub and learner run there."""
         needed = ("CPU", "GPU") if self._on_gpus else ("CPU",)
         found = [node for node in ray.nodes() if node["Alive"] and all(node["Resources"].get(each, 0) >= 1 for each in needed)]
         return sorted(found, key=lambda node: (node["NodeID"] == self.here, node["NodeID"]))
@@ -169,15 +169,15 @@ class RayChannel:
 def join(address: str, setting: str, *, or_local: bool = False) -> None:
     """Connect this process to the cluster, until `ray.shutdown`. setting: what the address was given as. or_local: where `auto`
     finds none, and RAY_ADDRESS names none, one of this machine alone is started, as by `ray.init()`. Raises ConfigError."""
-    found = tuple(int(part) for part in version("ray").split(".")[:2])
-    if found < _OLDEST:
+    installed = tuple(int(part) for part in version("ray").split(".")[:2])
+    if installed < _OLDEST:
         raise ConfigError(
             f"{setting} = {address!r}: ray {version('ray')} is installed, the oldest is {'.'.join(map(str, _OLDEST))}"
         )
     if address.startswith("ray://"):
         raise ConfigError(
-            f"{setting} = {address!r} is a Ray Client's: run the command on a node of the cluster (ray job submit does), "
-            f"with {setting} = 'auto' or IP:PORT of the head"
+            f"{setting} = {address!r} is a Ray Client address: run the command on a node of the cluster (as ray job submit "
+            f"does), with {setting} = 'auto' or IP:PORT of the head"
         )
     if address != "auto":
         host, _, port = address.rpartition(":")
@@ -202,6 +202,6 @@ def join(address: str, setting: str, *, or_local: bool = False) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Of an error, or of what Ray's stands for."""
+    """The first line of an error, or of the cause of an error of Ray's."""
     error = getattr(error, "cause", None) or error
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""Who works on a run directory: a lock on its file `lock`, held as long as any process of the run lives.
+"""The lock of a run directory, on its file `lock`, held as long as any process of the run lives.
 
 owns        one descriptor, inherited by the roles that the holder starts: a dead supervisor's learner still holds it
 waits for   `take`: processes of an earlier start, which end by themselves when their supervisor is gone
@@ -34,10 +34,11 @@ _MIN_BYTES, _MAX_BYTES = 256, 4096
 
 @dataclass(frozen=True)
 class LockHolder:
-    """Who took the lock. pid: its process number there."""
+    """The process that took the lock."""
 
     host: str
     pid: int
+    """Its number on its host."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on host {self.host}"
@@ -52,27 +53,27 @@ class RunLock:
 
     @classmethod
     def take(cls, path: Path, wait_s: float = 15.0) -> RunLock:
-        """Waits up to `wait_s` for processes of an earlier start. Raises ConfigError naming who holds it, and OSError."""
+        """Waits up to `wait_s` for processes of an earlier start. Raises ConfigError naming the holder, and OSError."""
         began = time.monotonic()
         while True:
             descriptor = _open(path, os.O_RDWR | os.O_CREAT)
             lock = cls(descriptor)
             if _try(descriptor, fcntl.LOCK_EX) and _is(path, descriptor):
-                own = {"host": socket.gethostname(), "pid": os.getpid(), "life": secrets.token_hex(8)}
-                lock._content = json.dumps(own).encode().ljust(_MIN_BYTES)
+                this = {"host": socket.gethostname(), "pid": os.getpid(), "life": secrets.token_hex(8)}
+                lock._content = json.dumps(this).encode().ljust(_MIN_BYTES)
                 os.pwrite(descriptor, lock._content, 0)
                 return lock
             lock.release()
-            found, waited_s = holder(path), time.monotonic() - began
-            lives = found is not None and (found.host != socket.gethostname() or _took(found.pid, path))
+            held_by, waited_s = holder(path), time.monotonic() - began
+            lives = held_by is not None and (held_by.host != socket.gethostname() or _took(held_by.pid, path))
             if lives and waited_s >= _GRACE_S:
                 raise ConfigError(
-                    f"run {str(path.parent)!r} is running ({found}); stop it first: async-rlhf stop {path.parent}"
+                    f"run {str(path.parent)!r} is running ({held_by}); stop it first: async-rlhf stop {path.parent}"
                 )
             if waited_s >= wait_s:
                 raise ConfigError(
-                    f"run {str(path.parent)!r} is still held {wait_s:.0f} s after its start by processes of an earlier one: "
-                    f"{_left(path)}. They end by themselves unless they are frozen; end them (kill -9 PROCESS) and try again"
+                    f"processes of an earlier start still hold run {str(path.parent)!r} after {wait_s:.0f} s: {_left(path)}. "
+                    "They end by themselves unless they are frozen; end them (kill -9 PROCESS) and try again"
                 )
             time.sleep(_LOOK_S)
 
@@ -88,7 +89,7 @@ class RunLock:
 
 
 def is_held(path: Path) -> bool:
-    """Whether any process of a run lives. Raises OSError, and DamagedError when the file is none."""
+    """Whether any process of a run lives. Raises OSError, and DamagedError for another kind of file."""
     try:
         descriptor = _open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -100,30 +101,30 @@ def is_held(path: Path) -> bool:
 
 
 def holder(path: Path) -> LockHolder | None:
-    """Who took the lock last, by its own account; None when that cannot be read."""
+    """The last holder, from the file; None when it cannot be read."""
     try:
-        found = json.loads(_content(path))
-        host, pid = found["host"], found["pid"]
+        fields = json.loads(_content(path))
+        host, pid = fields["host"], fields["pid"]
     except (OSError, DamagedError, ValueError, RecursionError, KeyError, TypeError):
         return None
     return LockHolder(host[:255], pid) if isinstance(host, str) and type(pid) is int and 0 < pid < 1 << 31 else None
 
 
 def signal_holder(path: Path, number: signal.Signals) -> LockHolder:
-    """Signal the process that took the lock and holds it still. Raises ConfigError when there is none that is surely it."""
-    run, found = str(path.parent), holder(path)
+    """Signal the process that took the lock and still holds it. Raises ConfigError when none is certain."""
+    run, held_by = str(path.parent), holder(path)
     if not is_held(path):
         raise ConfigError(f"run {run!r} is not running")
-    if found is None:
+    if held_by is None:
         raise ConfigError(f"run {run!r} is running, and its lock does not say where: end its supervisor by hand (SIGTERM)")
-    if found.host != socket.gethostname():
-        raise ConfigError(f"run {run!r} is running on another host ({found}); stop it there")
+    if held_by.host != socket.gethostname():
+        raise ConfigError(f"run {run!r} is running on another host ({held_by}); stop it there")
     with suppress(ProcessLookupError):
-        process = os.pidfd_open(found.pid)  # stays this process, though its number may be given to another later
+        process = os.pidfd_open(held_by.pid)  # stays this process, though its number may be given to another later
         try:
-            if _took(found.pid, path):
+            if _took(held_by.pid, path):
                 signal.pidfd_send_signal(process, number)
-                return found
+                return held_by
         finally:
             os.close(process)
     raise ConfigError(f"run {run!r} has no supervisor that can be seen from here; processes that hold its lock: {_left(path)}")
@@ -154,7 +155,7 @@ def _try(descriptor: int, kind: int) -> bool:
 
 
 def _is(path: Path, descriptor: int) -> bool:
-    """Whether the file under this path is still the one that was opened: a start that failed removes what it made."""
+    """Whether the path still leads to the opened file: a failed start removes its file."""
     with suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     return False
@@ -175,11 +176,11 @@ def _took(pid: int, path: Path) -> bool:
 
 
 def _left(path: Path) -> str:
-    """The processes of this host that have the file open, and what they are."""
-    found = []
+    """The processes of this host that have the file open, with their commands."""
+    processes = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if int(entry.name) != os.getpid() and any(os.path.samefile(each, path) for each in (entry / "fd").iterdir()):
                 role = role_of((entry / "cmdline").read_text(errors="replace").split("\0"))
-                found.append(f"{entry.name} ({role or 'another program'})")
-    return ", ".join(found) or "none that can be seen from here"
+                processes.append(f"{entry.name} ({role or 'another program'})")
+    return ", ".join(processes) or "none that can be seen from here"

@@ -1,4 +1,4 @@
-"""Where processes of a run listen: sockets of one host in a private directory, and addresses that other hosts reach.
+"""The addresses of a run's processes: sockets of one host in a private directory, and addresses that other hosts reach.
 
 In the directory the host's processes find the hub's socket, or the relay's, and the scorer's. It lies in the temporary
 directory, or in `/tmp` where that has a long path (a socket's has at most 107 bytes), and its maker holds a lock on it: the
@@ -43,21 +43,21 @@ def socket_root(room: int = _ROOM) -> Path:
     """The temporary directory, or `/tmp` where that leaves no `room` (bytes) for a socket's path below it. Raises ConfigError
     when neither will do."""
     try:
-        own = tempfile.gettempdir()
+        folder = tempfile.gettempdir()
     except OSError as error:
         raise ConfigError(f"no temporary directory can be written: {error}; set TMPDIR to one") from error
-    for root in (own, "/tmp"):
+    for root in (folder, "/tmp"):
         if root.isprintable() and len(os.fsencode(root)) <= LONGEST - room and os.access(root, os.W_OK | os.X_OK):
             return Path(root)
     raise ConfigError(
-        f"TMPDIR = {own!r} has {len(os.fsencode(own))} bytes, and sockets need one of at most {LONGEST - room} that can be "
-        "printed; /tmp cannot be written. Set TMPDIR to a shorter directory"
+        f"TMPDIR = {folder!r} has {len(os.fsencode(folder))} bytes; sockets need a printable path of at most {LONGEST - room}, "
+        "and /tmp cannot be written. Set TMPDIR to a shorter directory"
     )
 
 
 @contextmanager
 def socket_directory() -> Iterator[Path]:
-    """A new one, until the end of the block. Raises OSError when there is no room, ConfigError as `socket_root`."""
+    """A new directory until the end of the block. Raises OSError when there is no room, ConfigError as `socket_root`."""
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=socket_root()))
     with closing(lock_directory(directory)):
         try:
@@ -67,16 +67,16 @@ def socket_directory() -> Iterator[Path]:
 
 
 def is_private(directory: Path) -> bool:
-    """Whether this is such a directory, made by this user, that no other can enter."""
+    """Whether this is a directory of sockets that this user made and no other can enter."""
     with suppress(OSError, ValueError):
-        found = directory.lstat()
-        ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+        status = directory.lstat()
+        ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
         return ours and directory.is_absolute() and directory.name.startswith(_PREFIX)
     return False
 
 
 def remove_left(directory: Path) -> None:
-    """Remove what one left that was killed: sockets, and the directory when it is empty then and has no owner."""
+    """Remove the sockets of a killed process, and the directory if it is then empty and has no owner."""
     if not is_private(directory):
         return
     with suppress(OSError), closing(lock_directory(directory)):
@@ -105,16 +105,16 @@ def own_address(hosts: Iterable[str], interface: str | None) -> str:
     """The IPv4 address by which these hosts, names or addresses, reach this machine. Raises ConfigError."""
     if interface is not None:
         return _of_interface(interface)
-    found = {}
+    reached = {}
     for host in hosts:
         try:
-            found[host] = _towards(host)
+            reached[host] = _towards(host)
         except OSError as error:
             raise ConfigError(
                 f"host {host!r} cannot be reached from here ({error}): give the hub's address, or choose launch.interface"
             ) from error
-    if len(addresses := sorted(set(found.values()))) != 1:
-        shown = ", ".join(f"{host} from {address}" for host, address in found.items())
+    if len(addresses := sorted(set(reached.values()))) != 1:
+        shown = ", ".join(f"{host} from {address}" for host, address in reached.items())
         raise ConfigError(f"the hosts are reached from several addresses of this machine ({shown}); choose launch.interface")
     return addresses[0]
 
@@ -135,10 +135,10 @@ def free_port(address: str) -> int:
 def _of_interface(name: str) -> str:
     interfaces = psutil.net_if_addrs()
     if name not in interfaces:
-        raise ConfigError(f"launch.interface = {name!r}: there is none; {did_you_mean(name, interfaces)}")
-    for each in interfaces[name]:
-        if each.family == socket.AF_INET:
-            return str(each.address)
+        raise ConfigError(f"launch.interface = {name!r}: no such interface; {did_you_mean(name, interfaces)}")
+    for address in interfaces[name]:
+        if address.family == socket.AF_INET:
+            return str(address.address)
     raise ConfigError(f"launch.interface = {name!r} has no IPv4 address; choose another, or give the hub's address")
 
 

@@ -1,4 +1,4 @@
-"""What ties a role to the supervisor that started it: a held pipe, beats, and the lock of the run directory.
+"""The tie between a role and the supervisor that started it: a held pipe, beats, and the lock of the run directory.
 
 owns        in the role: the writing end of a pipe, a thread that beats once a second, a thread that reads standard input
 waits for   standard input to close, which happens when the supervisor ends in any way: then this process ends at once
@@ -24,7 +24,7 @@ BEAT, PROGRESS, PERCENT = b".", b"+", b"%"
 
 
 def environment(beats: int, lock: int = -1) -> dict[str, str]:
-    """What the launcher adds to a role's environment: the descriptors that it inherits."""
+    """Variables that the launcher adds to a role's environment: the inherited descriptors."""
     return {_VARIABLE: f"{beats} {lock}"}
 
 
@@ -39,7 +39,7 @@ class Tether:
 
     @classmethod
     def from_environment(cls) -> Tether:
-        """What the launcher passed on. Processes that this one starts inherit none of it."""
+        """The tether that the launcher passed on. Processes that this one starts do not inherit it."""
         beats, lock = (int(text) for text in os.environ.pop(_VARIABLE, "-1 -1").split())
         if beats < 0:
             return cls()
@@ -65,7 +65,7 @@ class Tether:
         self._send(BEAT)
 
     def progress(self, done: int = 0, of: int = 1) -> None:
-        """Something that this role is for has been done; where it is known how much there is, `done` of `of` in all."""
+        """Report progress of this role's work; where the amount is known, `done` of `of` in all."""
         before, self._percent = self._percent, 100 * done // of
         self._send(PROGRESS + PERCENT * (self._percent - before))
 

@@ -1,4 +1,4 @@
-"""The model card of a checkpoint: Markdown from what its run has written, without the folders of this machine (`folders`)."""
+"""The model card of a checkpoint: Markdown from the files of its run, without folders of this machine (`folders`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import is_step, read_object
 from async_rlhf.run.tables import in_toml
 
-# About the machine and its user, not about what was learned.
+# About the machine and its user, not about the model.
 _LEFT_OUT = {"output_dir", "address", "hooks", "launch", "placement", "security", "tracking", "disk_pause_bytes"}
 _Z = 1.959964  # of a normal distribution, for 95 %
 
@@ -103,7 +103,7 @@ def _interval(share: float | None, count: int) -> str:
 
 
 def _staleness(reading: Reading, config: Config, step: int) -> str:
-    """What the learner certified at each step, right before its gradient."""
+    """The staleness that the learner certified at each step, right before its gradient."""
     lines = {line["step"]: line for line in filter(is_step, reading.steps.whole()) if line["step"] <= step}
     ages = Counter[int]()
     for line in lines.values():

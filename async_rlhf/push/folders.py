@@ -17,7 +17,7 @@ _PLAIN = re.compile(r"~?/(?:[\w.@+~-]+/)+(?=[\w.@+~-])")
 
 
 def without_folders(value: Any) -> Any:
-    """A copy of plain values. What is published is named as on the Hub."""
+    """A copy of plain values without folders; models are named as on the Hub."""
     if isinstance(value, dict):
         return {key: without_folders(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -38,6 +38,6 @@ def _in_text(text: str) -> str:
         if rest.count("/", 0, there) > 1:
             cut = PurePath(rest[:there]).name + rest[there:]
         else:
-            cut = rest[found.end() :] if (found := _PLAIN.match(rest)) else rest
+            cut = rest[value.end() :] if (value := _PLAIN.match(rest)) else rest
         text = text[:start] + cut + text[start + _LONGEST :]
     return text

@@ -28,7 +28,7 @@ from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir, no_run
 
 Files = Mapping[str, Path | bytes]
-"""What lies in the repository, by name."""
+"""The repository's files by name."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _KEY = re.compile(
     rb"\bhf_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{20,}|\bgh[opsu]_[A-Za-z0-9]{36}|\bAKIA[A-Z0-9]{16}\b|-----BEGIN [A-Z ]*PRIVATE"
@@ -44,7 +44,7 @@ class How(NamedTuple):
     adapter: bool = False
     """The adapter alone."""
     update: bool = False
-    """A commit is added to what is there."""
+    """Add a commit to a repository with content."""
     dry_run: bool = False
     """Nothing is contacted."""
 
@@ -55,7 +55,7 @@ def push(target: Path, name: str, how: How, say: Callable[[str], None]) -> None:
     Raises ConfigError before anything is contacted, DamagedError, and AsyncRLHFError for what the Hub refuses.
     """
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} is no name of a repository; give OWNER/NAME, of letters, digits, '.', '_' and '-'")
+        raise ConfigError(f"{name!r} is not a repository name; give OWNER/NAME of letters, digits, '.', '_' and '-'")
     run, checkpoint = _found(target)
     verified(checkpoint)
     with tempfile.TemporaryDirectory() as scratch:
@@ -89,14 +89,14 @@ def _found(target: Path) -> tuple[RunDir, Path]:
 
 
 def _files(run: RunDir, checkpoint: Path, adapter: bool) -> dict[str, Path | bytes]:
-    """The model, or the adapter with what names its base, and the tokenizer. Raises ConfigError."""
+    """The model, or the adapter with the name of its base, and the tokenizer. Raises ConfigError."""
     model = {path.name: path for path in sorted((checkpoint / "model").glob("[!.]*")) if path.is_file()}
     if not adapter:
         return dict(model)
     base, config = published(run.config().model), checkpoint / "adapter" / "adapter_config.json"
     if not (config.is_file() and base.commit):
         why = "its base model is not on the Hub" if config.is_file() else "learner.lora.rank = 0"
-        raise ConfigError(f"--adapter: the one of run {str(run.path)!r} is of no use to others ({why}); leave it out")
+        raise ConfigError(f"--adapter: others cannot use the adapter of run {str(run.path)!r} ({why}); leave the option out")
     named = {**json.loads(config.read_text()), "base_model_name_or_path": base.name, "revision": base.commit}
     tokenizer = {file: path for file, path in model.items() if "token" in file or path.suffix == ".jinja"}
     return {**tokenizer, "adapter_model.safetensors": config.with_name("adapter_model.safetensors"),
@@ -104,7 +104,7 @@ def _files(run: RunDir, checkpoint: Path, adapter: bool) -> dict[str, Path | byt
 
 
 def check_clean(run: RunDir, files: Files) -> None:
-    """Raises ConfigError for a file with a key, a path of this machine, or what the environment has under a secret's name."""
+    """Raise ConfigError for a file with a key, a path of this machine, or a secret of the environment."""
     hidden = {f"the value of ${key}": text for key, text in os.environ.items()
               if LIKE_A_SECRET.search(key) and len(text) >= _SHORTEST_SECRET}  # fmt: skip
     hidden |= {f"the path {path}": f"{path}/" for path in {run.path.resolve(), Path.home()} - {Path("/")}}
@@ -118,7 +118,7 @@ def check_clean(run: RunDir, files: Files) -> None:
 
 
 def _send(name: str, files: Files, message: str, how: How) -> str:
-    """Where it is now. Raises ConfigError, and AsyncRLHFError for what the Hub refuses."""
+    """Send the files; returns their address. Raises ConfigError, and AsyncRLHFError when the Hub refuses them."""
     from huggingface_hub import CommitOperationAdd, HfApi, get_session, get_token
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -151,7 +151,7 @@ def _send(name: str, files: Files, message: str, how: How) -> str:
 
 
 def _bound(client: Client) -> None:
-    """Answers of it take a limited time, and are of a limited size: none of those here is a file."""
+    """Limit the time and the size of the Hub's answers: none of those used here is a file."""
     client.timeout = Timeout(_ANSWER_S)
     client.event_hooks = {**client.event_hooks, "response": [_bound_answer]}
 

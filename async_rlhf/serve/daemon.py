@@ -42,7 +42,7 @@ from async_rlhf.serve.queue_dir import QueueDir
 from async_rlhf.serve.turns import QueueEntry, RecordedEnd, SeenRun, plan
 
 _LOOK_S = 1.0
-_FATAL = ("error: ",)  # what the command line begins a reason with
+_FATAL = ("error: ",)  # the command line's beginning of a reason
 
 
 class _CannotBegin(AsyncRLHFError):
@@ -60,8 +60,8 @@ class Daemon:
         self._last_error = ""
 
     def run(self) -> None:
-        """Until a signal. Raises ConfigError when there is another daemon, also one that takes the queue meanwhile; the runs
-        are its own then."""
+        """Run until a signal. Raises ConfigError when another daemon has the queue, or takes it in the meantime; the runs are
+        then the other's."""
         with on_signals(self._count):
             lock = self._queue.take()
             try:
@@ -83,7 +83,7 @@ class Daemon:
         self._signals += 1
 
     def look(self) -> bool:
-        """Look at every run once, and do what is to be done; False when nothing is left to do for a daemon that ends."""
+        """Look at every run once, and carry out the plan; False when a closing daemon has nothing left to do."""
         try:
             with self._queue.alone():
                 active = self._turn()
@@ -96,7 +96,7 @@ class Daemon:
         return active or not self._signals
 
     def _turn(self) -> bool:
-        """Raises OSError when what is to be done cannot be written down; it is not done then."""
+        """Raises OSError when the plan cannot be written; it is not carried out then."""
         before = self._queue.entries()
         seen = {entry.number: self._seen(entry) for entry in before if entry.is_active}
         made = plan(before, seen, at_once=self._at_once, closing=self._signals > 0)
@@ -136,7 +136,7 @@ class Daemon:
         return SeenRun(alive=False, ended=ended, steps=self._queue.steps(entry))
 
     def _call_hooks(self, entry: QueueEntry) -> None:
-        """Of a run that has failed, unless it has recorded its end itself."""
+        """Call the hooks of a run that has failed, unless it has recorded its end itself."""
         folder, run = self._queue.folder(entry), self._queue.run(entry)
         try:
             if self._queue.ended(entry) is not None:
@@ -151,7 +151,7 @@ class Daemon:
         self._hooks.append(hooks)
 
     def _started(self, entry: QueueEntry) -> QueueEntry:
-        """It is written down as running before it runs: who is killed in between leaves a run that is started again."""
+        """Start a run, recorded as running before it runs: after a kill in between it is started again."""
         run, folder = self._queue.run(entry), self._queue.folder(entry)
         command = python("-m", "async_rlhf", "train", str(folder / "config.toml"))
         command += ["--set", f"output_dir={self._queue.runs}"]  # wherever the queue has been moved to
@@ -177,5 +177,5 @@ def _begun(command: Sequence[str], cwd: str, log: IO[bytes], lock: RunLock) -> C
     try:
         with open(os.devnull, "rb") as nothing:
             return begin(command, variables, (nothing.fileno(), log.fileno(), log.fileno(), lock.descriptor), cwd)
-    except OSError as error:  # the folder that it was submitted from is gone, there is no memory
+    except OSError as error:  # its folder no longer exists, or memory is short
         raise _CannotBegin(f"it cannot be started in {cwd}: {error}") from error

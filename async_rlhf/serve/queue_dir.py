@@ -1,4 +1,4 @@
-"""The directory of a queue of runs: what lies where, and what an operator may do to it, whether a daemon runs or not.
+"""The directory of a queue of runs: its files, and an operator's requests, with or without a daemon.
 
 lock                           held by the daemon                       queue/  itself locked for each change, for a moment
 queue/NNNNNN-NAME/config.toml  the run's configuration, resolved        state.json  how it stands (`turns.Entry`)
@@ -42,7 +42,7 @@ _DONE = {"cancel": "cancelled", "stop": "stopped", "resume": "resumed"}
 
 
 class QueueDir:
-    """See the module docstring. All raises ConfigError for what cannot be done, also with the entry of another version."""
+    """See the module docstring. Every method raises ConfigError for an impossible request, or an entry of another version."""
 
     def __init__(self, path: Path) -> None:
         if (path / "manifest.json").exists():  # a run has a `lock` and a `queue` too
@@ -55,14 +55,14 @@ class QueueDir:
 
     @classmethod
     def made(cls, path: Path) -> QueueDir:
-        """The queue in this directory, which is made where there is none."""
-        found = cls(path)
+        """The queue in this directory, which is made if it does not exist."""
+        queue = cls(path)
         try:
-            for directory in (found._queue, found.runs):
+            for directory in (queue._queue, queue.runs):
                 directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{str(path)!r} cannot be made a queue of runs: {error}") from error
-        return found
+        return queue
 
     @classmethod
     def existing(cls, path: Path) -> QueueDir:
@@ -116,26 +116,26 @@ class QueueDir:
     def find(self, name: str) -> QueueEntry:
         """The newest entry of this name."""
         entries = self.entries()
-        found = [entry for entry in entries if entry.name == name]
-        if not found:
+        named = [entry for entry in entries if entry.name == name]
+        if not named:
             known = {entry.name for entry in entries}
             hint = did_you_mean(name, known) if known else "it is empty"
             raise ConfigError(f"{str(self.path)!r} has no run {name!r}; {hint}")
-        return found[-1]
+        return named[-1]
 
     # -- what the daemon and readers see -------------------------------------------------------------------------------
 
     def entries(self) -> list[QueueEntry]:
-        """In the order in which they were submitted. One whose state cannot be read, or is of another version, is shown as
+        """Entries in the order of submission. One whose state cannot be read, or is of another version, is shown as
         failed, with the reason."""
-        found = []
+        entries = []
         for folder in self._queue.iterdir():
             if match := _NAME.fullmatch(folder.name):
-                found.append(self._read(folder, int(match[1]), match[2]))
-        return sorted(found, key=lambda entry: entry.number)
+                entries.append(self._read(folder, int(match[1]), match[2]))
+        return sorted(entries, key=lambda entry: entry.number)
 
     def keep(self, entry: QueueEntry) -> None:
-        """Replace what is known of an entry. Raises OSError, FormatError for one of another version; it is then as it was."""
+        """Replace the state of an entry. Raises OSError, and FormatError for one of another version; it is then unchanged."""
         with suppress(DamagedError):
             QUEUE.check(read_object(self.folder(entry) / "state.json").get("format", 1), self.folder(entry))
         self._write(self.folder(entry), entry)
@@ -150,7 +150,7 @@ class QueueDir:
         return self._queue / f"{entry.number:06d}-{entry.name}"
 
     def run(self, entry: QueueEntry) -> RunDir:
-        """It need not be there yet."""
+        """The entry's run directory, which may not exist yet."""
         return RunDir(self.runs / entry.name)
 
     def is_alive(self, entry: QueueEntry) -> bool:
@@ -159,7 +159,7 @@ class QueueDir:
         return is_held(self.folder(entry) / "lock") or is_held(self.run(entry).lock_file)
 
     def ended(self, entry: QueueEntry) -> RecordedEnd | None:
-        """How a run whose processes are gone ended, as it has recorded; None for one that was killed."""
+        """The recorded end of a run without processes; None for one that was killed."""
         end = self.run(entry).end()
         if end is None:
             return None
@@ -170,7 +170,6 @@ class QueueDir:
         return self.run(entry).exists and (entry.state != "cancelled" or (self.folder(entry) / "log").exists())
 
     def steps(self, entry: QueueEntry) -> int:
-        """Those that are recorded."""
         newest = None
         with suppress(DamagedError):
             newest = line_of_step(self.run(entry).metrics) if self.has_begun(entry) else None
@@ -189,7 +188,7 @@ class QueueDir:
             )
 
     def _configured(self, entry: QueueEntry, key: str) -> Any:
-        """None where it cannot be read."""
+        """A key of the entry's configuration; None where it cannot be read."""
         with suppress(OSError, DamagedError, ValueError):
             return toml_table(read_small(self.folder(entry) / "config.toml")).get(key)
         return None
@@ -270,7 +269,7 @@ class QueueDir:
 
 
 def _way(what: Request, entry: QueueEntry, queue: QueueDir) -> str:
-    """What to do instead, where there is something."""
+    """The command to use instead; empty where there is none."""
     if what == "cancel" and entry.is_active:
         return f"; stop it first: async-rlhf queue stop {queue.path} {entry.name}"
     if what == "resume" and entry.state == "finished":

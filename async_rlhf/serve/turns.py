@@ -1,4 +1,4 @@
-"""Which run of the queue is started, ended or given up next: a function of what is known to what is to be done.
+"""The runs of the queue to start, end or give up next: a function of the observed states.
 
 No file, no clock and no process: the daemon observes (`SeenRun`), calls `plan`, and carries it out.
 
@@ -26,34 +26,35 @@ from typing import Literal
 
 State = Literal["waiting", "running", "pausing", "stopping", "stopped", "finished", "failed", "cancelled"]
 ACTIVE: tuple[State, ...] = ("running", "pausing", "stopping")
-"""Of a run that was started, and whose end has not been seen."""
+"""States of a run that was started, and whose end has not been seen."""
 Request = Literal["cancel", "stop", "resume"]
 AFTER: Mapping[Request, Mapping[State, State]] = {
     "cancel": {"waiting": "cancelled", "stopped": "cancelled", "failed": "cancelled"},
     "stop": {"waiting": "stopped", "running": "stopping", "pausing": "stopping"},
     "resume": {"stopped": "waiting", "failed": "waiting"},
 }
-"""What becomes of a run that an operator asks this for, by its state."""
+"""The next state of a run, by the operator's request and its present state."""
 MAX_LOSSES = 6
-"""Lives in a row without a new step, of which no end was recorded; as many as a role of a run may have."""
+"""Lives in a row without a new step and without a recorded end; as many as a role of a run may have."""
 
 
 @dataclass(frozen=True)
 class QueueEntry:
-    """A run of the queue. reason: why it is in this state, where that is not plain. drain_sent: it was requested to end, once.
-
-    losses: lives in a row that were lost without a new step. steps: those done when it was started last. cwd: where it was
-    submitted from, for rewards that are named by import path.
-    """
+    """A run of the queue."""
 
     number: int
     name: str
     state: State = "waiting"
     reason: str = ""
+    """Why it is in this state, where that is not plain."""
     drain_sent: bool = False
+    """It was requested to end, once."""
     losses: int = 0
+    """Lives in a row that were lost without a new step."""
     steps: int = 0
+    """Steps done when it was started last."""
     cwd: str = ""
+    """Where it was submitted from, for rewards that are named by import path."""
 
     @property
     def is_active(self) -> bool:
@@ -62,28 +63,36 @@ class QueueEntry:
 
 @dataclass(frozen=True)
 class RecordedEnd:
-    """What a run has recorded of its end. finished: nothing is left to train on. failed: why, where an error ended it."""
+    """The end that a run has recorded."""
 
     finished: bool = False
+    """Nothing is left to train on."""
     failed: str = ""
+    """Why, where an error ended it."""
 
 
 @dataclass(frozen=True)
 class SeenRun:
-    """What is there of an active entry. alive: a process of it. ended: None where no end was recorded. steps: done."""
+    """The observed state of an active entry."""
 
     alive: bool
+    """Whether a process of it lives."""
     ended: RecordedEnd | None = None
+    """None where no end was recorded."""
     steps: int = 0
+    """Steps done."""
 
 
 @dataclass(frozen=True)
 class QueuePlan:
-    """entries: all of them, as they are to be. start: numbers, in order; they are `running` in entries. drain: to end."""
+    """The next states of the queue, and the actions that lead to them."""
 
     entries: tuple[QueueEntry, ...]
+    """All entries, in their next states."""
     start: tuple[int, ...] = ()
+    """Numbers of runs to start, in order; they are `running` in entries."""
     drain: tuple[int, ...] = ()
+    """Numbers of runs to end."""
 
 
 def requested(entry: QueueEntry, what: Request) -> QueueEntry | None:
@@ -98,7 +107,7 @@ def requested(entry: QueueEntry, what: Request) -> QueueEntry | None:
 
 
 def plan(entries: Sequence[QueueEntry], seen: Mapping[int, SeenRun], *, at_once: int = 1, closing: bool = False) -> QueuePlan:
-    """seen: of every active entry. at_once: how many may run. closing: the daemon ends; what runs goes on when it is back."""
+    """seen: of every active entry. at_once: runs at a time. closing: the daemon ends; its runs go on when it is back."""
     now = [_settled(entry, seen[entry.number], closing) if entry.is_active else entry for entry in entries]
     room = 0 if closing else at_once - sum(entry.is_active for entry in now)
     waiting = sorted(entry.number for entry in now if entry.state == "waiting")
@@ -127,7 +136,7 @@ def _settled(entry: QueueEntry, seen: SeenRun, closing: bool) -> QueueEntry:
 
 
 def _lost(entry: QueueEntry, steps: int) -> QueueEntry:
-    """Killed, or the machine went down. What is lost again and again without a new step would be so for ever."""
+    """The run was killed, or the machine went down. A run that is lost repeatedly without a new step fails."""
     losses = 1 if steps > entry.steps else entry.losses + 1
     if losses >= MAX_LOSSES:
         return replace(entry, state="failed", losses=losses, reason=f"lost {losses} times in a row without a new step")

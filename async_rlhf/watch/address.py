@@ -1,4 +1,4 @@
-"""Where the page is served, and who may see it: decided and bound before anything is read or shown.
+"""The address of the page and its access: decided and bound before anything is read or shown.
 
 This machine only, unless there is a token; a page that another machine can ask for without one is refused. What takes something
 is not open to all of this machine either, whose browser shows pages of any site: it has a token, or a socket of this user's.
@@ -18,7 +18,7 @@ from async_rlhf.run.run_files import read_small
 
 DEFAULT = "127.0.0.1:8265"
 UNIX = "unix:"
-"""What an address begins with that is the path of a socket."""
+"""The prefix of an address that is the path of a socket."""
 _MIN_TOKEN = 16
 _NEAR = 50
 _BACKLOG = 128
@@ -41,7 +41,7 @@ def parse(address: str) -> tuple[str, int]:
 
 
 def read_token(path: Path | None) -> str | None:
-    """Of a file that only its owner can read. Raises ConfigError."""
+    """The token in a file that only its owner can read. Raises ConfigError."""
     if path is None:
         return None
     try:
@@ -49,7 +49,7 @@ def read_token(path: Path | None) -> str | None:
             raise ConfigError(f"--token-file {str(path)!r} can be read by others: chmod 600 {path}")
         token = read_small(path, 4096).strip()
     except FileNotFoundError:
-        raise ConfigError(f"--token-file {str(path)!r} is not there. Make one: openssl rand -hex 32 > {path}") from None
+        raise ConfigError(f"--token-file {str(path)!r} does not exist. Make one: openssl rand -hex 32 > {path}") from None
     if len(token) < _MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token or ":" in token:
         raise ConfigError(
             f"--token-file {str(path)!r}: a token has {_MIN_TOKEN} or more printable characters, no space and no colon; "
@@ -77,9 +77,9 @@ def listen(address: str, token: str | None, *, takes: bool = False) -> socket.so
             f"or choose {DEFAULT} and forward it: ssh -L {port}:127.0.0.1:{port} THIS_MACHINE"
         )
     try:
-        found = _bound(host, port)
-        found.listen(_BACKLOG)
-        return found
+        listener = _bound(host, port)
+        listener.listen(_BACKLOG)
+        return listener
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise ConfigError(f"--address {address!r} cannot be used: {error.strerror}. For example {DEFAULT}") from error
@@ -102,30 +102,30 @@ def url(host: str, port: int) -> str:
 
 
 def _private(address: str, path: Path) -> socket.socket:
-    """At a path that this user alone can open; what one that has ended left there is replaced."""
-    found, mask = socket.socket(socket.AF_UNIX), os.umask(0o177)
+    """A socket at a path that only this user can open; a socket of an ended process is replaced."""
+    listener, mask = socket.socket(socket.AF_UNIX), os.umask(0o177)
     try:
-        if path.is_socket() and found.connect_ex(str(path)) == errno.ECONNREFUSED:
+        if path.is_socket() and listener.connect_ex(str(path)) == errno.ECONNREFUSED:
             path.unlink()
-        found.bind(str(path))
-        found.listen(_BACKLOG)
-        return found
+        listener.bind(str(path))
+        listener.listen(_BACKLOG)
+        return listener
     except OSError as error:
-        found.close()
+        listener.close()
         raise ConfigError(f"--address {address!r} cannot be used: {error}; choose another path") from error
     finally:
         os.umask(mask)
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((host, port))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
     except (OSError, OverflowError):
-        found.close()
+        listener.close()
         raise
-    return found
+    return listener
 
 
 def _is_free(host: str, port: int) -> bool:

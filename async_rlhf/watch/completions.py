@@ -1,4 +1,4 @@
-"""Groups as a person reads them, on the page and in a terminal: text in pieces, each with the version that sampled it.
+"""Groups for a person, on the page and in a terminal: text in pieces, each with the version that sampled it.
 
 A record holds tokens and a text of the whole; where more than one version has sampled a completion its tokens are decoded one
 by one with the tokenizer of the newest checkpoint. Where they do not add up to the text, it stays one piece.
@@ -22,7 +22,7 @@ Decode = Callable[[Sequence[int]], Sequence[str]]
 """Tokens to the text that each adds, as many as tokens."""
 
 MAX_CHARACTERS = 20_000
-"""Of a prompt or completion that is shown."""
+"""The longest shown prompt or completion."""
 _MAX_ROLLOUTS = 32
 _MAX_TOKENIZER_BYTES = 64 << 20
 
@@ -51,18 +51,18 @@ def pieces(
     The whole text is given to the last version where the parts cannot be distinguished.
     """
     if len(spans) > 1 and decode is not None:
-        parts, at, found = decode(tokens), 0, list[tuple[int | None, str]]()
+        parts, at, texts = decode(tokens), 0, list[tuple[int | None, str]]()
         for version, count, *_ in spans:
-            found.append((version, "".join(parts[at : at + count])))
+            texts.append((version, "".join(parts[at : at + count])))
             at += count
-        own = "".join(part for _, part in found[: min(anew, default=len(found))])
-        if own == text or (anew and text.startswith(own)):
-            return found
+        prompt = "".join(part for _, part in texts[: min(anew, default=len(texts))])
+        if prompt == text or (anew and text.startswith(prompt)):
+            return texts
     return [(spans[-1][0] if spans else 0, text)]
 
 
 def group_lines(record: Mapping[str, Any], decode: Decode | None = None) -> str:
-    """One group as a person reads it. decode: where it is known, an episode has a line for each turn and for what was read."""
+    """One group as text. With `decode` an episode has a line for each turn and each observation."""
     taken_back = "  QUARANTINED: " + "; ".join(map(str, record["quarantined"])) if record.get("quarantined") else ""
     lines = [f"step {record['step']}  group {record['group']} (attempt {record['attempt']}, {record['actor']}){taken_back}"]
     lines += [f"  prompt: {record['prompt']!r}"]
@@ -87,7 +87,7 @@ def group_lines(record: Mapping[str, Any], decode: Decode | None = None) -> str:
 
 @lru_cache(maxsize=4)
 def decoder(path: Path, changed: float) -> Decode | None:
-    """Of a tokenizer.json; None where there is none that can be read. changed: when the file was, so that a new one is read."""
+    """The decoder of a tokenizer.json; None where none can be read. changed: the file's time, so that a new one is read."""
     from tokenizers import Tokenizer
     from tokenizers.decoders import DecodeStream
 
@@ -108,7 +108,7 @@ def decoder(path: Path, changed: float) -> Decode | None:
 
 
 def decode_of(run: RunDir) -> Decode | None:
-    """By the tokenizer of the newest checkpoint, else by that of the run's model."""
+    """The decoder of the newest checkpoint's tokenizer, else of the run's model."""
     with suppress(OSError):
         path = run.latest / "model" / "tokenizer.json"
         return decoder(path, path.stat().st_mtime)
@@ -119,23 +119,23 @@ def decode_of(run: RunDir) -> Decode | None:
 
 
 def _turn_lines(rollout: Mapping[str, Any], decode: Decode | None) -> list[str]:
-    """Of an episode, under the number of its row where it has several; none where its text cannot be distinguished."""
+    """An episode's turns, under the number of its row where it has several; none where its text cannot be divided."""
     spans, anew = rollout["spans"], rollout.get("restarts", ())
     parts = pieces(rollout["text"], rollout.get("completion_ids") or rollout.get("tokens", ()), spans, decode, anew)
     if all(version is not None for version, _ in parts):
         return []
     lines, number = list[str](), 0
     for is_read, group in groupby(range(len(parts)), key=lambda at: parts[at][0] is None):
-        own = list(group)
-        if anew and (own[0] == 0 or own[0] in anew):
+        places = list(group)
+        if anew and (places[0] == 0 or places[0] in anew):
             number += 1
             lines.append(f"    row {number}")
-        lines.append(f"      {'reads ' if is_read else 'writes'}  {''.join(parts[at][1] for at in own)!r}")
+        lines.append(f"      {'reads ' if is_read else 'writes'}  {''.join(parts[at][1] for at in places)!r}")
     return lines
 
 
 def _cut(found: Iterable[tuple[int | None, str]], left: int) -> Iterator[tuple[int | None, str]]:
-    """So many characters in all."""
+    """The pieces, cut to `left` characters in all."""
     for version, part in found:
         yield version, part[:left]
         left -= len(part[:left])
@@ -144,10 +144,10 @@ def _cut(found: Iterable[tuple[int | None, str]], left: int) -> Iterator[tuple[i
 def _rollout(rollout: Mapping[str, Any], decode: Decode | None) -> dict[str, Any]:
     text, spans = str(rollout["text"])[:MAX_CHARACTERS], rollout["spans"]
     anew = [int(at) for at in rollout.get("restarts", ())]
-    found = pieces(text, rollout["tokens"], spans, decode, anew)
+    texts = pieces(text, rollout["tokens"], spans, decode, anew)
     return {
-        "pieces": [*_cut(found, MAX_CHARACTERS)],
-        "anew": anew if len(found) == len(spans) else [],
+        "pieces": [*_cut(texts, MAX_CHARACTERS)],
+        "anew": anew if len(texts) == len(spans) else [],
         "spans": [[None if version is None else int(version), int(count)] for version, count, *_ in spans],
         "tokens": len(rollout["tokens"]),
         "scores": {str(name): score if is_number(score) else None for name, score in rollout["scores"].items()},

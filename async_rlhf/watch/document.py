@@ -29,7 +29,7 @@ PANELS = (
     ),
     MetricPanel("Seconds a step", {"step": "step_time", "publishing": "broadcast/seconds"}, floor=0.0),
 )
-"""The curves of the page: those of the picture (`inspect.plot`), and what one watches while a run lives."""
+"""The curves of the page: those of the picture (`inspect.plot`), and those of a live run."""
 METRICS = tuple(dict.fromkeys(metric for panel in PANELS for metric in panel.metrics.values()))
 
 _PAGE = Path(__file__).parent / "page"

@@ -1,5 +1,5 @@
-"""What happened in a run, for the page: a list, newest first, and a time line of its newest seconds. Pure: no files, no clock.
-What is damaged stays blank, or is left out.
+"""The events of a run, for the page: a list, newest first, and a time line of its newest seconds. Pure: no files, no clock.
+Damaged values stay blank or are left out.
 
 of the list         what
 changes.jsonl       values that an operator changed: asked for, applied from a step on; a run that went back, and a learner
@@ -48,12 +48,12 @@ def events(
 
     Each argument: lines of one file, oldest first; without_update: the steps of metrics.jsonl that were not applied.
     """
-    found = [*_changes(changes)]
-    found += [_event(line.get("event", ""), line, str(line.get("text", ""))) for line in raised]
-    found += [_evaluated(line) for line in evaluations]
-    found += [_event("quarantined", line, f"group {line.get('group')}: {line.get('reasons')}") for line in quarantined]
-    found += [_event("no update", line, "loss or gradient not finite, or nothing to learn from") for line in without_update]
-    return sorted(found, key=lambda event: (event["time"] or 0, event["step"] or 0), reverse=True)[:MOST_EVENTS]
+    shown = [*_changes(changes)]
+    shown += [_event(line.get("event", ""), line, str(line.get("text", ""))) for line in raised]
+    shown += [_evaluated(line) for line in evaluations]
+    shown += [_event("quarantined", line, f"group {line.get('group')}: {line.get('reasons')}") for line in quarantined]
+    shown += [_event("no update", line, "loss or gradient not finite, or nothing to learn from") for line in without_update]
+    return sorted(shown, key=lambda event: (event["time"] or 0, event["step"] or 0), reverse=True)[:MOST_EVENTS]
 
 
 def _changes(lines: Iterable[Line]) -> Iterator[dict[str, Any]]:
@@ -111,7 +111,7 @@ def timeline(
 
 
 def stacked(groups: Iterable[Sequence[TracedSpan]], rows: int = _MAX_ROWS) -> list[list[TracedSpan]]:
-    """Groups of spans in rows in which no two overlap, each in the first row that is free; what finds none is left out."""
+    """Groups of spans in rows without overlap, each in the first free row; groups without a free row are left out."""
     placed: list[list[TracedSpan]] = []
     for group in sorted(groups, key=lambda group: group[0].began):
         row = next((row for row in placed if row[-1].ended <= group[0].began), None)
@@ -123,15 +123,15 @@ def stacked(groups: Iterable[Sequence[TracedSpan]], rows: int = _MAX_ROWS) -> li
 
 
 def _whole(spans: Iterator[TracedSpan]) -> list[TracedSpan]:
-    """None of what is damaged."""
+    """The spans that are not damaged."""
     with suppress(KeyError, TypeError, ValueError):
         return list(spans)
     return []
 
 
 def _groups(samples: Iterable[Mapping[str, Any]]) -> dict[str, list[list[TracedSpan]]]:
-    """By actor; of each group its generation, and its scoring from the end of that on."""
-    found: dict[str, list[list[TracedSpan]]] = {}
+    """By actor: each group's generation, and its scoring after that."""
+    by_actor: dict[str, list[list[TracedSpan]]] = {}
     for sample in samples:
         with suppress(KeyError, TypeError, ValueError, AttributeError):
             timings = [unpack(rollout["timings"]) for rollout in sample["rollouts"]]
@@ -142,5 +142,5 @@ def _groups(samples: Iterable[Mapping[str, Any]]) -> dict[str, list[list[TracedS
             spans = [TracedSpan("generate", f"{label}: generation", began, ended)]
             if scored and (last := max(time.ended for time in scored)) > ended:
                 spans.append(TracedSpan("score", f"{label}: scoring", ended, last))
-            found.setdefault(str(sample["actor"]), []).append(spans)
-    return found
+            by_actor.setdefault(str(sample["actor"]), []).append(spans)
+    return by_actor

@@ -1,4 +1,4 @@
-"""How the page and the intake of prompts are served over HTTP: guarded, in one thread, to a bounded number of clients.
+"""The HTTP server of the page and of the intake of prompts: guarded, in one thread, for a bounded number of clients.
 
 A client may open thousands of connections and send half a request on each. One whose request is not whole ends at a deadline,
 and before that gives way to a new one where there are as many as may be; a request that is sent at once is answered.
@@ -45,7 +45,7 @@ def server(app: ASGIApp) -> uvicorn.Server:
     """Serves an application over HTTP on the sockets it is run with; takes no long header and no body worth the name."""
 
     async def served(scope: Scope, receive: Receive, send: Send) -> None:
-        # What several threads take at once the process keeps; an answer may have megabytes.
+        # Memory that several threads take at once stays with the process; an answer may have megabytes.
         to_thread.current_default_thread_limiter().total_tokens = 1
         await app(scope, receive, send)
 
@@ -73,8 +73,8 @@ async def healthy(request: Request) -> Response:
 
 
 class Guard:
-    """Before every request: its size, its host or token, and that no page of another site sends something. Adds headers by
-    which a browser gives the answers to no other site.
+    """Checks every request: its size, its host or token, and that no page of another site sends data. Adds headers by which a
+    browser gives the answers to no other site.
 
     max_body_bytes: of what is sent, whose length must be given; 0: nothing can be sent.
     """
@@ -143,7 +143,7 @@ def _is_elsewhere(headers: Headers) -> bool:
 
 
 def _name(host: str) -> str:
-    """Of a Host header, without the port."""
+    """The name in a Host header, without the port."""
     return host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0].lower()
 
 

@@ -28,7 +28,7 @@ from async_rlhf.watch.http import LOCAL, Guard, healthy, until_interrupted
 
 DEFAULT = "127.0.0.1:8266"
 SOCKET = ".listen"
-"""A spool's own; a name that begins so is no file of rows."""
+"""The socket of a spool; a name that begins with it is no file of rows."""
 MAX_BODY_BYTES = 32 << 20
 
 
@@ -41,11 +41,11 @@ def intake(spool: Path, token: str | None = None, hosts: tuple[str, ...] = LOCAL
         except ClientDisconnect:
             return PlainTextResponse("the body is not whole; nothing was put\n", 400)
         try:
-            found = await run_in_threadpool(put, spool, body.splitlines())
+            deposited = await run_in_threadpool(put, spool, body.splitlines())
         except ConfigError as error:
             status = 503 if isinstance(error, SpoolError) else 400
             return PlainTextResponse(f"{str(error).replace(str(spool), spool.name)}\n", status)
-        return JSONResponse({"rows": found.rows, "bytes": found.num_bytes})
+        return JSONResponse({"rows": deposited.rows, "bytes": deposited.num_bytes})
 
     routes = [Route("/rows", rows, methods=["POST"]), Route("/healthz", healthy)]
     app = Starlette(routes=routes)

@@ -58,7 +58,7 @@ _PLACES = ("leased", "queued", "in_flight", "trained", "stale", "filtered", "fai
 
 
 class RunsCollector(Collector):
-    """Answers a scrape from what was read last."""
+    """Answers a scrape from the last reading."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
@@ -68,25 +68,25 @@ class RunsCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        found = {name: _parts(summary) for name, summary in self._runs.summaries().items()}
+        by_run = {name: _parts(summary) for name, summary in self._runs.summaries().items()}
         runs = GaugeMetricFamily("async_rlhf_runs", "Runs that are watched")
-        runs.add_metric((), len(found))
+        runs.add_metric((), len(by_run))
         yield runs
         for kind, rows in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _TOTALS)):
             for name, part, key, words in rows:
                 family = kind(f"async_rlhf_{name}", words, labels=("run",))
-                for run, parts in found.items():
+                for run, parts in by_run.items():
                     _add(family, (run,), parts[part].get(key))
                 yield family
         for name, part, words in _BY_METRIC:
             family = GaugeMetricFamily(f"async_rlhf_{name}", words, labels=("run", "metric"))
-            for run, parts in found.items():
+            for run, parts in by_run.items():
                 for metric, value in numbers(parts[part]).items():
                     family.add_metric((run, metric), value)
             yield family
         restarts = CounterMetricFamily("async_rlhf_restarts", "Processes that were started again", labels=("run", "role"))
         groups = GaugeMetricFamily("async_rlhf_ledger_groups", "Attempts at groups, by where they are", labels=("run", "place"))
-        for run, parts in found.items():
+        for run, parts in by_run.items():
             for role in {**dict.fromkeys(_ROLES, 0), **parts["restarts"]}:
                 restarts.add_metric((run, role), parts["restarts"].get(role, 0))
             for place in _PLACES:
@@ -94,21 +94,21 @@ class RunsCollector(Collector):
         yield from (restarts, groups)
         for name, key, words in _ACTOR:
             family = GaugeMetricFamily(f"async_rlhf_actor_{name}", words, labels=("run", "actor"))
-            for run, parts in found.items():
+            for run, parts in by_run.items():
                 for actor, about in parts["actors"].items():
                     _add(family, (run, actor), about.get(key))
             yield family
 
 
 def exposition(runs: Runs) -> bytes:
-    """What a scrape is answered with, in Prometheus' text format."""
+    """The answer to a scrape, in Prometheus' text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(RunsCollector(runs))
     return generate_latest(registry)
 
 
 def _parts(summary: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """What the tables name of one run's summary; empty where it has none."""
+    """The parts of one run's summary that the tables name; missing ones are empty."""
     hub = summary["hub"]
     named = {**summary, **{key: hub.get(key) for key in ("spool", "ledger", "actors")}}
     parts = defaultdict(dict, {name: dict(value) for name, value in named.items() if isinstance(value, Mapping)})
@@ -120,6 +120,6 @@ def _parts(summary: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _add(family: GaugeMetricFamily | CounterMetricFamily, labels: tuple[str, ...], value: Any) -> None:
-    """A sample, where there is a number."""
+    """Add a sample for a value that is a number."""
     if isinstance(value, bool) or is_number(value):
         family.add_metric(labels, float(value))

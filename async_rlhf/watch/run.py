@@ -1,4 +1,4 @@
-"""One run that is watched: where it stands and, once its page was opened, what that shows. Plain values, ready for JSON.
+"""One watched run: its state and, once its page was opened, the data of the page. Plain values, ready for JSON.
 
 Bounded in memory and in time: only what was added to its files is read. What cannot be read is named beside the rest.
 """
@@ -28,7 +28,7 @@ _OF_EVALUATION = ("label", "step", "time", "mean_reward", "rewards", "solved_by"
 
 
 class WatchedRun:
-    """summary: what `inspect.status.read` finds, renewed by `look`; not to be changed. All else is renewed by `refresh`.
+    """summary: the result of `inspect.status.read`, renewed by `look`; read-only. `refresh` renews everything else.
 
     The one may be called while the other is: it asks the hub, which may take seconds.
     """
@@ -39,13 +39,13 @@ class WatchedRun:
         self.forget()
 
     def forget(self) -> None:
-        """What was read for the page."""
+        """Forget everything that was read for the page."""
         self.files, self.problems, self.history = Reading(self.run, brief=True), list[str](), MetricHistory()
         self._steps: deque[dict[str, Any]] = deque(maxlen=MOST_STEPS + 1)
         self._refused: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
 
     def look(self) -> None:
-        """Where it stands; of a run that stands still this is made once."""
+        """Renew the state; once for a run whose files no longer change."""
         try:
             files, run = self.files, self.run
             paths = (run.config_file, run.metrics, run.evaluations, run.ledger, run.restarts)
@@ -60,7 +60,7 @@ class WatchedRun:
             self.summary = {**_NOTHING, "problems": [plain(problem)]}
 
     def refresh(self) -> None:
-        """Read what was added."""
+        """Read the new lines of all files."""
         self.problems = self.files.refresh(self._take)
 
     def state(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class WatchedRun:
         }
 
     def timeline(self) -> dict[str, Any]:
-        """Of the newest steps, in the supervisor's time."""
+        """The time line of the newest steps, in the supervisor's time."""
         spans = {actor: tail.lines for actor, tail in self.files.spans().items()}
         return timeline(list(self._steps), spans, self.files.samples.lines)
 
@@ -88,7 +88,7 @@ class WatchedRun:
         return [plain(group) for group in found if group is not None]
 
     def events(self, evaluations: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """What happened, newest first (`events`)."""
+        """The run's events, newest first."""
         files = self.files
         return events(files.changes.lines, files.events.lines, evaluations, files.quarantined.lines, self._refused)
 
@@ -123,9 +123,9 @@ def plain(value: Any, depth: int = 12) -> Any:
 
 
 def _without_paths(files: Reading) -> dict[str, Any]:
-    """Without where it lies and without its changes, which are events; of evaluations their numbers only."""
-    found = {key: value for key, value in read(files).items() if key not in ("run_dir", "changes")}
-    evaluations = found["evaluations"]
+    """The state without paths, without changes, which are events, and with only the numbers of evaluations."""
+    state = {key: value for key, value in read(files).items() if key not in ("run_dir", "changes")}
+    evaluations = state["evaluations"]
     numbers = [{k: e[k] for k in _OF_EVALUATION if k in e} | {"accuracy": figures(e).get("accuracy")} for e in evaluations]
-    problems = [problem.replace(f"{files.run.path}/", "") for problem in found["problems"]]
-    return {**found, "evaluations": numbers, "problems": problems}
+    problems = [problem.replace(f"{files.run.path}/", "") for problem in state["problems"]]
+    return {**state, "evaluations": numbers, "problems": problems}

@@ -1,4 +1,4 @@
-"""The runs that are watched: one, or those in a directory. All viewers and scrapes share one reading of them.
+"""The watched runs: one, or those in a directory. All viewers and scrapes share one reading of them.
 
 A thread looks again every `PERIOD_S` seconds, in full at those runs whose page was opened last; answers are of what was read
 last. A run is known by the name of its directory and by nothing else, so a request can name no other file.
@@ -21,12 +21,12 @@ from async_rlhf.watch.run import WatchedRun, plain
 
 PERIOD_S = 2.0
 MAX_RUNS = 200
-"""The newest of a directory; the page shows how many more there are."""
+"""The most runs of a directory, the newest; the page shows how many more exist."""
 _MAX_OPEN = 16
 
 
 class Runs:
-    """Owns what is known of the runs and, from `start` to `close`, the thread. clock: seconds that only rise.
+    """Owns the readings of the runs and, from `start` to `close`, the thread. clock: monotonic, in seconds.
 
     revision: rises whenever there may be something new. more: older runs that are left out. is_one: a run directory is watched.
     """
@@ -37,13 +37,13 @@ class Runs:
         self.more, self.is_one, self.revision = 0, False, 0
         self._runs: dict[str, WatchedRun] = {}
         self._open: list[WatchedRun] = []
-        """Those whose page was opened; the one opened last is last."""
+        """Runs whose page was opened, the newest one last."""
         self._read_at = -math.inf
         # The one is held while hubs are queried, which may take seconds; the other only while files are read.
         self._looking, self._lock, self._stop = threading.Lock(), threading.RLock(), threading.Event()
         self._thread = threading.Thread(target=self._keep_reading, name="watch", daemon=True)
         if path.exists() and not path.is_dir():
-            raise ConfigError(f"{str(path)!r} is no directory. Name a run directory, or one that holds some: runs")
+            raise ConfigError(f"{str(path)!r} is not a directory. Name a run directory, or a directory of runs: runs")
 
     def start(self) -> None:
         self._thread.start()
@@ -58,28 +58,28 @@ class Runs:
         return list(self._runs)
 
     def summaries(self) -> dict[str, dict[str, Any]]:
-        """What `inspect.status.read` finds of each run, by name, ready for JSON; newest first. Not to be changed."""
+        """The result of `inspect.status.read` for each run, by name, ready for JSON; newest first. Read-only."""
         self._be_current()
         return {name: run.summary for name, run in self._runs.items()}
 
     def touch(self, name: str) -> None:
-        """The page of this run is open: it is read on. Raises KeyError for a name that is none."""
+        """The page of this run is open: keep reading it. Raises KeyError for an unknown name."""
         with self._lock:
             self._opened(name)
 
     def state(self, name: str) -> dict[str, Any]:
-        """Everything a page shows of one run but its curves and completions. Raises KeyError for a name that is none."""
+        """Everything a page shows of one run but its curves and completions. Raises KeyError for an unknown name."""
         with self._lock:
             found: dict[str, Any] = plain({"name": name, **self._opened(name).state()})
             return found
 
     def curves(self, name: str, metrics: Iterable[str], step: int = 0, layout: str = "") -> dict[str, Any]:
-        """`History.after` of a run, ready for JSON. Raises KeyError for a name that is none."""
+        """`MetricHistory.after` of a run, ready for JSON. Raises KeyError for an unknown name."""
         with self._lock:
             return self._opened(name).history.after(metrics, step, layout)
 
     def completions(self, name: str) -> list[dict[str, Any]]:
-        """The newest sampled groups. Raises KeyError for a name that is none."""
+        """The newest sampled groups. Raises KeyError for an unknown name."""
         with self._lock:
             return self._opened(name).completions()
 
@@ -87,12 +87,12 @@ class Runs:
         """Look again at every run, and read on those whose page was opened last."""
         with self._looking:
             known = {run.run.path: run for run in self._runs.values()}
-            found = {name: known.get(run.path) or WatchedRun(run) for name, run in self._found().items()}
-            for run in found.values():
+            watched = {name: known.get(run.path) or WatchedRun(run) for name, run in self._found().items()}
+            for run in watched.values():
                 run.look()
-            self._runs, self._read_at = found, self._clock()
+            self._runs, self._read_at = watched, self._clock()
         with self._lock:
-            self._open = [run for run in self._open if run in found.values()]
+            self._open = [run for run in self._open if run in watched.values()]
             for run in self._open:
                 run.refresh()
             self.revision += 1
@@ -104,7 +104,7 @@ class Runs:
                 return
 
     def _be_current(self) -> None:
-        """Without a thread, or before it has looked, a request looks."""
+        """Look within a request when there is no thread, or it has not looked yet."""
         age = self._clock() - self._read_at
         if age == math.inf or (age > PERIOD_S and not self._thread.is_alive()):
             self.refresh()
@@ -123,14 +123,14 @@ class Runs:
         return run
 
     def _found(self) -> dict[str, RunDir]:
-        """By name, newest first."""
+        """Run directories by name, newest first."""
         self.is_one = (self.path / "config.toml").exists()
         if self.is_one:
             return {self.path.resolve().name: RunDir(self.path)}
         begun: dict[Path, float] = {}
-        with suppress(OSError):  # there may be no directory yet
+        with suppress(OSError):  # the directory may not exist yet
             for path in self.path.iterdir():
-                with suppress(OSError):  # it was removed meanwhile, or is not for this user
+                with suppress(OSError):  # it was just removed, or is not for this user
                     if path.name.isprintable():
                         begun[path] = (path / "config.toml").lstat().st_mtime
         self.more = max(0, len(begun) - MAX_RUNS)

@@ -84,7 +84,7 @@ class MetricHistory:
 
     @property
     def layout(self) -> str:
-        """Changes whenever buckets that were given out are no longer true; else only the last one changes, or new ones come."""
+        """Changes whenever earlier buckets are no longer valid; else only the last one changes, or new ones come."""
         return f"{self.width}.{self._cuts}"
 
     def add(self, step: int, values: Mapping[str, float], ages: Mapping[int, int] | None = None) -> None:

@@ -46,7 +46,7 @@ def application(runs: Runs, token: str | None = None, hosts: Sequence[str] | Non
 
 
 def routes(runs: Runs) -> list[BaseRoute]:
-    """What `application` serves, unguarded. The page asks relative to where it is mounted."""
+    """The routes of `application`, unguarded. The page's requests are relative to its mount point."""
     answers = _Answers(runs)
     return [
         Route("/", answers.page),
@@ -101,10 +101,10 @@ class _Answers:
             self._made_of = self._runs.revision
             self._made.clear()
         if (key := (name, wanted)) not in self._made:
-            found = self._runs.state(name)
+            state = self._runs.state(name)
             if wanted is not None:
-                found["history"] = self._runs.curves(name, document.METRICS, *wanted)
-            self._made[key] = as_json(found).encode()
+                state["history"] = self._runs.curves(name, document.METRICS, *wanted)
+            self._made[key] = as_json(state).encode()
         return _json(self._made[key])
 
     def curves(self, request: Request) -> Response:

@@ -23,12 +23,12 @@ from async_rlhf.buffers.weights.weight_set import WeightSet
 
 _log = logging.getLogger(__name__)
 _MAX_REFUSED = 256  # refused puts that are remembered
-_CLAIMS = 10  # of a name that is taken, one a beat: an actor that ended is known as such after three
+_CLAIMS = 10  # claims of a taken name, one a beat: the hub knows after three that an actor has ended
 
 
 @dataclass(frozen=True)
 class ActorState:
-    """What an actor reports to the hub."""
+    """The state that an actor reports to the hub."""
 
     capacity: int
     fence: int
@@ -42,7 +42,7 @@ class ActorClient:
     """An actor's end: credits and weights in, groups out. Never blocks; `poll` does everything.
 
     Owns the connection and, after `keep_beating`, a thread that beats while the actor's own is busy elsewhere (an engine that
-    loads weights); what it sends is the state it was given last, so that it proves life and no progress. Waits for nothing
+    loads weights); it sends the newest state that it was given, which proves life and no progress. Waits for nothing
     but the hub's messages. When the hub was restarted, or the connection to it was lost, it sends Hello with everything the
     actor holds and repeats the puts that were not acknowledged. Between a Hello and its Welcome no credit counts: the hub gave
     it before it knew what the actor holds, and gives it again. shared: digests of what the hub must have in common.
@@ -89,7 +89,7 @@ class ActorClient:
         self.refused: deque[tuple[int, str]] = deque(maxlen=_MAX_REFUSED)  # newest puts the hub did not want, and why
 
     def poll(self, state: ActorState, telemetry: wire.Telemetry, timeout_s: float = 0.0) -> None:
-        """Receive everything there is, waiting up to `timeout_s` for the first message or a `wake`; beat when it is time."""
+        """Receive all messages, waiting up to `timeout_s` for the first one or a `wake`; beat when it is time."""
         with self._using:
             now = self._link.clock()
             self._newest = state, telemetry
@@ -120,12 +120,12 @@ class ActorClient:
             self._newest = state, self._newest[1] if self._newest is not None else wire.Telemetry()
 
     def keep_beating(self) -> None:
-        """From now on beats go out in time whatever the calling thread does, until `close`."""
+        """Send beats in time from a thread of its own, until `close`."""
         threading.Thread(target=self._beat_on, name="beats", daemon=True).start()
 
     def _beat_on(self) -> None:
         while not self._closed.wait(self._beat_s):
-            with self._using, suppress(DeadlineError):  # what cannot be sent fails in the actor's own thread
+            with self._using, suppress(DeadlineError):  # the actor's own thread will raise it
                 late = self._link.clock() - self._beaten >= 1.5 * self._beat_s
                 if late and self._hello_sent and self._newest is not None and not self._closed.is_set():
                     self.beat(*self._newest)
@@ -157,7 +157,7 @@ class ActorClient:
             self._connection.send(self._unacknowledged[group.number][0], arrays)
 
     def release(self, numbers: Sequence[int]) -> None:
-        """Give groups up that cannot keep the bound any more."""
+        """Give up groups that cannot keep the bound any more."""
         with self._using:
             self._connection.send(wire.Release(numbers=list(numbers)))
 
@@ -205,7 +205,7 @@ class ActorClient:
             self._connection.send(put, arrays)
 
     def _put_again(self) -> None:
-        """What there was no room for, when its time has come."""
+        """Repeat the puts that the hub had no room for, once they are due."""
         now = self._link.clock()
         for number in [number for number, at in self._later.items() if now >= at]:
             del self._later[number]
@@ -213,7 +213,7 @@ class ActorClient:
                 self._connection.send(*self._unacknowledged[number])
 
     def _claim_again(self, detail: str) -> None:
-        """For the hub another process has the name, perhaps one that has ended: send Hello again for a while."""
+        """Another process holds the name at the hub, perhaps one that has ended: send Hello again for a while."""
         self._num_claims += 1
         if self._num_claims > _CLAIMS:
             raise RefusedError("name-taken", detail)

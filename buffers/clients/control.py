@@ -28,14 +28,14 @@ class Control:
         self._connection, self._timeout_s = connection, timeout_s
 
     def status(self) -> dict[str, Any]:
-        """Raises WireError when what answers is no hub."""
+        """The hub's status. Raises WireError when another program answers."""
         answer, _ = self._connection.ask(wire.GetStatus(), timeout_s=self._timeout_s)
         if not isinstance(answer, wire.Status):
             raise WireError(f"the hub answered {answer.type!r} to a request for its status")
         return answer.status
 
     def drain(self) -> None:
-        """No new credits; the learner's next Take ends when no batch can be completed any more."""
+        """Stop credits; the learner's next Take ends when no further batch can be completed."""
         self._connection.ask(wire.Drain(), timeout_s=self._timeout_s)
 
     def gone(self, actor: str) -> None:
@@ -43,7 +43,7 @@ class Control:
         self._connection.ask(wire.Gone(actor=actor), timeout_s=self._timeout_s)
 
     def quarantine(self, group: int, reason: str) -> None:
-        """This group is taken back. Raises RefusedError when it was trained on, or is being."""
+        """Take this group back. Raises RefusedError when it was, or is being, trained on."""
         self._connection.ask(wire.Quarantine(number=group, reason=reason), timeout_s=self._timeout_s)
 
     def halt(self) -> None:

@@ -65,13 +65,13 @@ class WeightUpload:
         self._start(lambda: self._run(work))
 
     def check(self) -> None:
-        """Raise what it failed with, if it has; it may still be under way."""
+        """Raise its error if it has failed; it may still be under way."""
         if self._failure is not None:
             raise self._failure
 
     def wait(self) -> None:
-        """Return when the hub has verified the whole. Raises RefusedError when it did not take it, DeadlineError when it did
-        not answer."""
+        """Return when the hub has verified the whole set. Raises RefusedError when the hub refused it, DeadlineError without an
+        answer."""
         self._await(self._ended)
         self.check()
 
@@ -94,7 +94,7 @@ class WeightUpload:
 
 class Broadcaster(Protocol):
     """The learner's end of the device channel. store: where its epochs meet. send: broadcasts a set to the `size` - 1 engines
-    of an epoch; gives the content digest, by digests that it took of what it sent, or None when the epoch is over."""
+    of an epoch; returns the content digest of the sent bytes, or None when the epoch is over."""
 
     store: str
 
@@ -105,10 +105,10 @@ class Broadcaster(Protocol):
 class LearnerClient:
     """The learner's end: take batches, report what was trained and what is durable, publish weights. Blocks, with deadlines.
 
-    Weights have a connection of their own, so that they travel in a thread while everything else goes on. The hub takes a
-    version only from a learner that has done so many steps: `trained` waits until the weights of the step before are there, and
-    so at most one set is on its way. That another step begins meanwhile changes nothing for the bound: it rests on the versions
-    that actors serve when they are credited (`buffers.queue.bound`). A batch that needs the version under way waits in `take`.
+    Weights have their own connection, so that a thread sends them while everything else goes on. The hub takes a version only
+    from a learner that has done as many steps: `trained` waits until the hub has the weights of the step before, so at most one
+    set is on its way. The next step may begin in the meantime: the bound depends only on the versions that actors serve when
+    they are credited (`buffers.queue.bound`). A batch that needs the version under way waits in `take`.
 
     Raises HubRestartedError when the hub lost its memory of this learner: `register` and `publish` again. Raises RefusedError
     with the reason `fenced` when another learner has taken its place, which is for good.
@@ -139,7 +139,7 @@ class LearnerClient:
     def register(self, step: int, committed: int) -> int:
         """(Re)start at `step`; a new fence holds from now on. committed: as `commit` takes it. Returns `Registered.begun`.
 
-        What became of a set on its way is of no interest any more: all that follows has another fence.
+        A set that is still on its way no longer matters: all later messages have another fence.
         """
         with suppress(AsyncRLHFError):
             self._end_upload()
@@ -150,9 +150,9 @@ class LearnerClient:
         return answer.begun
 
     def take(self, step: int, target_staleness: int | None = None) -> TakenBatch | SuspectGroup | str:
-        """Batch `step`, a group of it to be tried first, or the reason why none will come. Waits while it is coming.
+        """Batch `step`, a group of it to be tried first, or the reason why no batch will come. Waits until one of them exists.
 
-        Raises what the upload under way fails with: the batch may wait for it.
+        Raises the error of the upload under way, because the batch may wait for it.
         """
         taken = self._take(step, target_staleness)
         if isinstance(taken, str | SuspectGroup):
@@ -162,13 +162,13 @@ class LearnerClient:
         return TakenBatch(step, groups, batch.telemetry)
 
     def take_packed(self, step: int) -> wire.Frames | str:
-        """As `take`, but the groups as they came: three frames each, header and arrays of its Put."""
+        """Like `take`, but with packed groups: three frames each, header and arrays of its Put."""
         taken = self._take(step)
         assert not isinstance(taken, SuspectGroup)
         return taken if isinstance(taken, str) else taken[1]
 
     def finish(self, step: int) -> None:
-        """Batch `step` is not wanted, nor any later one; the hub stops the actors. What was begun can be made another time."""
+        """Refuse batch `step` and all later ones; the hub stops the actors. Groups in progress can be made another time."""
         take = wire.Take(fence=self.fence, step=step, enough=True)
         self._connection.ask(take, timeout_s=self._timeout_s, meanwhile=self._check_upload)
 
@@ -192,8 +192,8 @@ class LearnerClient:
         return answer, frames
 
     def trained(self, step: int) -> None:
-        """Batch `step` has been trained on. Waits for the upload under way and raises what it fails with, but for no
-        answer: should the message be lost, the next request implies it."""
+        """Batch `step` has been trained on. Waits for the upload under way and raises its error, but does not wait for an
+        answer: if the message is lost, the next request implies it."""
         self._end_upload()
         self._connection.send(wire.Trained(fence=self.fence, step=step))
 
@@ -231,7 +231,7 @@ class LearnerClient:
         return self._upload
 
     def _broadcast(self, broadcaster: Broadcaster, weights: WeightSet) -> None:
-        """To the engines that take part, which may adopt it before the hub has it."""
+        """Broadcast the set to the engines that take part, which may adopt it before the hub has it."""
         name = {"fence": weights.fence, "version": weights.version}
         ask = partial(self._weight_connection.ask, timeout_s=self._timeout_s)
         gathered, _ = ask(broadcasts.Gather(**name, store=broadcaster.store))
@@ -249,7 +249,7 @@ class LearnerClient:
             upload.wait()
 
     def close(self) -> None:
-        """Waits for a set that is on its way; what it fails with is of no interest any more."""
+        """Wait for a set that is on its way, and ignore its errors."""
         with suppress(AsyncRLHFError):
             self._end_upload()
         if self._broadcaster is not None:
@@ -259,9 +259,9 @@ class LearnerClient:
 
 
 class WeightSender:
-    """One copy of the tensors, of which the hub takes what it cannot see: it is put into sealed memory when the hub is on this
-    machine, which maps each part and verifies it while the next is copied; else the hub requests its chunks, or only those of a
-    delta to the set published before.
+    """Sends one copy of the tensors. When the hub is on this machine the copy lies in sealed memory, and the hub maps each part
+    and verifies it while the next is copied; else the hub requests the chunks of the set, or those of a delta to the set
+    published before.
 
     Owns the set published last, while a delta to it may be requested."""
 
@@ -289,7 +289,7 @@ class WeightSender:
         self._before = weights if self._wants_delta else None
 
     def _delta(self, weights: WeightSet) -> Delta | None:
-        """From the set published before, when it is of use and small enough."""
+        """The delta from the set published before, when the hub can use it and it is small enough."""
         before = self._before
         if before is None or _layout(before) != _layout(weights):
             return None

@@ -33,7 +33,7 @@ R, S = 0x5851F42D4C957F2D, 0xD1342543DE82EF95
 _WORD_BYTES = 8
 _MODULUS = 1 << 64
 _COLUMNS = 2048  # words that one row of a product folds
-_PIECE_BYTES = 1 << 21  # taken at a time: what is computed on the way stays in a processor's cache
+_PIECE_BYTES = 1 << 21  # taken at a time, so that intermediate results stay in a processor's cache
 
 
 class SetDigest:
@@ -49,7 +49,7 @@ class SetDigest:
         self.advance(0)
 
     def advance(self, front: int) -> None:
-        """The first `front` bytes are there."""
+        """The first `front` bytes have come."""
         while self._spec is not None:
             stop = min(self._end, front)
             if stop < self._end:
@@ -64,7 +64,7 @@ class SetDigest:
             self._begin()
 
     def _begin(self) -> None:
-        """Of the next tensor: where it begins and ends, how far its bytes are taken, and both numbers so far."""
+        """Set the next tensor's range of bytes, the bytes taken of it and its two partial digests."""
         self._spec = next(self._coming, None)
         self._start = self._done = self._end
         if self._spec is not None:

@@ -96,7 +96,7 @@ def _send(group: DeviceGroup, weights: WeightSet) -> str:
     header = torch.frombuffer(bytearray(manifest.model_dump_json().encode()), dtype=torch.uint8)
     group.broadcast(torch.tensor([len(header)])).wait()
     group.broadcast(header).wait()
-    # By its address: torch knows no memory that may only be read, as all that follows does.
+    # By its address, because torch knows no read-only memory; the code below only reads.
     memory = (ctypes.c_ubyte * len(weights.blob)).from_address(np.frombuffer(weights.blob, np.uint8).ctypes.data)
     return content_digest(_pass_on(group, torch.frombuffer(memory, dtype=torch.uint8), weights.specs))
 

@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 
 def open_store(timeout_s: float) -> tuple[Store, str]:
-    """Where processes find each other: a store that this process serves on loopback, and its IP:PORT."""
+    """A store in which processes find each other, served by this process on loopback, and its IP:PORT."""
     listening = socket.create_server((_LOOPBACK, 0))  # a store left to itself would listen on every address
     port, timeout = listening.getsockname()[1], timedelta(seconds=timeout_s)
     store = TCPStore(
@@ -58,8 +58,8 @@ def reach_store(address: str, timeout_s: float) -> Store:
 
 
 class DeviceGroup:
-    """`size` processes, this one with `rank`, made when all have come. Raises RuntimeError, as what it begins, when another has
-    ended or does nothing for `timeout_s`."""
+    """`size` processes, this one with `rank`, made when all have come. The constructor and every operation raise RuntimeError
+    when another process has ended or does nothing for `timeout_s`."""
 
     def __init__(self, store: Store, name: str, rank: int, size: int, timeout_s: float) -> None:
         make: Any = ProcessGroupGloo  # its stub knows neither the options nor this form
@@ -76,7 +76,7 @@ class DeviceGroup:
 
 
 class EpochSeat(Generic[Order, Result]):
-    """This process's part in one epoch. work: of each order what comes of it, in a thread of its own, one after the other.
+    """This process's part in one epoch. work: gives the result of each order, one after the other, in a thread of its own.
 
     done: called by that thread with each result; with None when the group could not be made, or fails, and then no more.
     """

@@ -89,7 +89,7 @@ class Exchange:
         self.stopped = False
 
     def settle(self) -> None:
-        """Decide, make durable, and only then send what was decided."""
+        """Decide, make the decisions durable, and only then send them."""
         if self._full and not self._retry:
             return
         self._retry = False
@@ -108,7 +108,7 @@ class Exchange:
             _log.warning("there is room on the disk again")
         self._full = ""
         if self._admission.published is not None:
-            # Only now: in exact mode a group that a crash may still take is made again by the version that made it.
+            # Only after the sync: in exact mode a group that is lost in a crash is made again by the version that made it.
             self._weight_server.drop_old(self._admission)
         self.outbox.release(self._journal.read)
 
@@ -140,7 +140,7 @@ class Exchange:
             self.outbox.send(identity, refused, request=request)
 
     def work(self) -> bool:
-        """A piece of verifying weights that are on their way: some ten milliseconds. Whether there is more to do."""
+        """Verify a piece of the incoming weights, for about ten milliseconds; whether there is more to do."""
         return self._weight_server.verify()
 
     def arrives(self, identity: bytes) -> None:
@@ -210,7 +210,7 @@ class Exchange:
             self._prompts.extend(admission)
         num_dead = admission.num_quarantined, admission.num_filtered
         if num_dead != self._num_dead:
-            # Durable before a credit or a batch relies on it: what is behind a dead number moves up.
+            # Durable before a credit or a batch relies on it: the numbers behind a dead one move up.
             if self._quarantine is not None:
                 with self._journal.disk():
                     self._quarantine.write(admission.fleet.failures.quarantined)
@@ -227,7 +227,7 @@ class Exchange:
                 self.outbox.hold(actor.identity, wire.Stop(reason=reason))
 
     def _messages(self, credits: Sequence[Credit]) -> Iterator[wire.Credits]:
-        """With the rows where they come while the run goes on: as many in a message as its header holds."""
+        """Credits, with their rows for a run with a spool: as many in a message as its header holds."""
         items, num_bytes = list[wire.CreditItem](), 0
         for credit in credits:
             item = wire.CreditItem.model_validate(vars(credit) | self._prompts.of(credit.number))

@@ -30,15 +30,15 @@ class Outbox:
         self._put: dict[bytes, tuple[list[tuple[int, int]], int]] = {}
 
     def send(self, identity: bytes, message: wire.Message, arrays: wire.Frames | None = None, request: int = 0) -> None:
-        """At once."""
+        """Send at once."""
         self.messages.append([identity, *wire.encode(message, arrays, request)])
 
     def hold(self, identity: bytes, message: wire.Message, request: int = 0, numbers: Sequence[int] = ()) -> None:
-        """With the next release, together with the groups `numbers`."""
+        """Send with the next release, together with the groups `numbers`."""
         self._held.append((identity, message, request, numbers))
 
     def acknowledge(self, identity: bytes, group: tuple[int, int], request: int) -> None:
-        """With the next release: one Ack an actor, for all its groups."""
+        """Send one Ack for all groups of an actor with the next release."""
         self._put[identity] = [*self._put.get(identity, ([], 0))[0], group], request
 
     def release(self, read: Callable[[int], memoryview]) -> None:
@@ -126,7 +126,7 @@ class LearnerSession:
         return wire.Done()
 
     def answer(self) -> str:
-        """Answer a Take that can be answered now. Why there will be no batch any more, or nothing."""
+        """Answer a Take that can be answered now. Returns why no further batch will come, or an empty text."""
         if self._parked is None:
             return ""
         identity, request, take = self._parked
@@ -165,7 +165,7 @@ class LearnerSession:
         return ""
 
     def _finish(self, identity: bytes, request: int) -> str:
-        """The learner takes no further batch: no credit is given, and what is being made is lost and counts as no failure."""
+        """The learner takes no further batch: give no credits; groups in progress are lost and do not count as failures."""
         self._admission.draining = True
         self._admission.fleet.disband("the run has ended")
         self._outbox.hold(identity, wire.Ended(reason="finished"), request)
@@ -185,7 +185,7 @@ class LearnerSession:
         return can_come and admission.order.next_number() is None and not admission.fleet.leased
 
     def waiting_for(self) -> str:
-        """What the learner waits for, in words."""
+        """A sentence that says why the learner waits."""
         admission = self._admission
         if self.waits_for_prompts:
             if made := admission.bound.num_numbers:

@@ -43,7 +43,7 @@ class Prompts:
         self._filtered: list[tuple[int, float | None]] = []
 
     def filtered(self, group: GroupHeader) -> None:
-        """This group was put and another is to take its place."""
+        """Another group must take the place of this filtered one."""
         if self._order is not None:
             self._filtered.append((group.number, self._pass_rate(group)))
 
@@ -58,7 +58,7 @@ class Prompts:
             admission.order.extend(self.spool.stream.num_numbers, coming=not self.spool.stream.ended)
 
     def learn(self, admission: Admission, read: Callable[[int], memoryview]) -> None:
-        """A batch that is durable now counts, if there is one. read: the journal's. Raises OSError."""
+        """Count the outcomes of a batch that has become durable, if there is one. read: the journal's. Raises OSError."""
         order = self._order
         if order is None or (batch := admission.batch(order.num_steps)) is None:
             return
@@ -70,21 +70,21 @@ class Prompts:
         order.append(self._target(admission, further=1), self._num_known, outcomes, order.num_steps)
 
     def of(self, number: int) -> dict[str, Any]:
-        """Of a credit for this number: the `row` where actors have none, or the `place` of the row that was chosen."""
+        """Fields of this number's credit: its `row` where actors have no rows, or the `place` of the chosen row."""
         if self._order is None:
             return {} if self.spool is None else {"row": self.spool.stream.row(number)}
         place = self._order.place(number)
         return {"place": place} if self.spool is None else {"row": self.spool.stream.row_at(place)}
 
     def status(self) -> dict[str, Any]:
-        """For an operator, by what there is."""
+        """State of spool and curriculum, for an operator."""
         return {
             "spool": None if self.spool is None else self.spool.status(),
             "curriculum": None if self._order is None else self._order.describe(),
         }
 
     def telemetry(self, step: int) -> dict[str, float]:
-        """For the record of a step: what was known before its batch counted, however often it is given."""
+        """The curriculum's numbers for the record of a step: its state before the step's batch, however often that is given."""
         if self._order is None:
             return {}
         found = self._order.describe(step)
@@ -108,7 +108,7 @@ class Prompts:
         return self.spool is None or self.spool.stream.ended
 
     def _target(self, admission: Admission, further: int = 0) -> int:
-        """How many numbers are to have a place when `further` more batches have been counted: see the module docstring."""
+        """How many numbers need a place after `further` more batches: see the module docstring."""
         assert self._order is not None
         bound, dead = admission.bound, len(admission.order.quarantined) + admission.num_filtered
         return (self._order.num_steps + further + bound.max_staleness + 1) * bound.groups_per_batch + dead

@@ -90,7 +90,7 @@ class ActorSessions:
         return wire.Done()
 
     def tick(self, now: float) -> None:
-        """Time has passed: who is silent, late or stuck loses its groups."""
+        """Take the groups of silent, late and stuck actors away."""
         late, timeout_s = 0.0 if self._ticked_at is None else now - self._ticked_at, self._config.progress_timeout_s
         self._ticked_at = now
         if late > min(_MAX_LATE_S, self._config.lease_s / 2):
@@ -105,7 +105,7 @@ class ActorSessions:
             _log.warning("%s made no progress with group %d for %.0f s: it goes to others", name, number, timeout_s)
 
     def status(self, now: float) -> dict[str, Any]:
-        """Of each actor, by name: what it reports, serves and holds, and why it does not serve what it should."""
+        """The telemetry, version and groups of each actor, by name, and why it does not serve its target version."""
         return {
             name: {
                 **actor.telemetry,
@@ -119,7 +119,7 @@ class ActorSessions:
         }
 
     def bits(self) -> list[tuple[str, str, str]]:
-        """What engines promise, a digest or why they do not, with the first actor that joined so; in the order of joining."""
+        """(actor, digest, obstacle) of each distinct promise of engines, by its first actor; in the order of joining."""
         return [(name, digest, obstacle) for (digest, obstacle), name in self._bits.items() if digest or obstacle]
 
     def _check_shared(self, hello: wire.Hello) -> None:

@@ -10,22 +10,23 @@ from async_rlhf.buffers.protocol.message import Canary, Count, Digest, GroupId, 
 
 
 class EngineDevice(MessageBase):
-    """What an engine reports of its part in the device channel.
-
-    epoch_id: the epoch, (fence, number), that it was given last. is_member: it has not left that one. received: fence and
-    version of the newest set that came whole. num_refused: sets that came and were not adopted, because their digests differ.
-    """
+    """An engine's report on the device channel."""
 
     epoch_id: GroupId = (0, 0)
+    """The epoch, (fence, number), that it was given last."""
     is_member: bool = False
+    """It has not left that epoch."""
     received: Annotated[tuple[Count, Version], Field(strict=False)] = (0, -1)
+    """Fence and version of the newest set that came whole."""
     num_refused: Count = 0
+    """Sets that came and were not adopted, because their digests differ."""
 
 
 class Gather(OfSet):
-    """The learner is about to broadcast this version: to whom? store: IP:PORT, where they meet."""
+    """The learner is about to broadcast this version and asks for the members."""
 
     store: Name
+    """IP:PORT, where they meet."""
 
 
 class Receive(OfSet):
@@ -38,9 +39,9 @@ class Receive(OfSet):
 
 
 class Broadcast(OfSet):
-    """This version was broadcast. digest: of the content, as the learner sent it; None: that failed, and the epoch is over,
-    as its engines are informed."""
+    """This version was broadcast."""
 
     epoch: Count
     digest: Digest | None = None
+    """Content digest of the sent bytes; None: the broadcast failed, and the epoch is over, as its engines are informed."""
     canary: Canary | None = None

@@ -1,4 +1,4 @@
-"""What a message is and how it travels: a frozen record whose fields are checked before anything looks at them.
+"""Messages: frozen records whose fields are checked before anything reads them, and their two encodings.
 
 `Framing`: a MessagePack header, [protocol, request, fields], then raw little-endian arrays. `Codec`: one frame, [protocol,
 fields], with columns of users in it. Types are strict: a text is no number, a float no integer, 1 no truth value. Every
@@ -22,7 +22,7 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 Count = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 Version = Annotated[int, Field(ge=-(1 << 31), le=(1 << 31) - 1)]
 Amount = Annotated[float, Field(ge=-1e18, le=1e18)]
-"""Sums and squares of as many as there are stay finite."""
+"""A number so small that sums and squares of all of them stay finite."""
 Digest = Annotated[str, Field(min_length=1, max_length=32)]
 GroupId = Annotated[tuple[Count, Count], Field(strict=False)]
 """(number, attempt)"""
@@ -32,12 +32,12 @@ Frames = list[bytes]
 MAX_HEADER_BYTES = 4 << 20
 """The largest honest header of the hub's protocol is a Put: a few hundred bytes a member plus the texts."""
 MAX_FRAME_BYTES = 1 << 30
-"""What a side takes that trusts the other: no frame is larger, whatever the hub's own limit."""
+"""The largest frame that a trusting side receives, whatever the hub's own limit."""
 _MAX_ITEMS = 1 << 16
 
 
 class MessageBase(BaseModel):
-    """Unknown fields, other types, and numbers that are none are refused."""
+    """Refuses unknown fields, other types, NaN and infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -76,7 +76,7 @@ class DeltaSpec(MessageBase):
 
 
 class Message(MessageBase):
-    """`type`: what names it in its header, the name of its class in small letters (`FetchChunk`: `fetch_chunk`)."""
+    """`type`: its name in the header, the class name in snake case (`FetchChunk`: `fetch_chunk`)."""
 
     type: ClassVar[str]
 
@@ -140,7 +140,7 @@ class Framing(Generic[M]):
 
 
 def check_size(frames: Frames, *, max_frame_bytes: int) -> None:
-    """Raise WireError for what the receiver would refuse (or cut the connection for), before it is sent."""
+    """Raise WireError for frames that the receiver would refuse, or cut the connection for."""
     sizes = [len(frame) for frame in frames]
     if sizes[0] > MAX_HEADER_BYTES or max(sizes) > max_frame_bytes:
         raise WireError(
@@ -192,7 +192,7 @@ class Codec(Generic[M]):
             raise WireError(f"{what}: {error}") from error
 
     def _plain(self, value: Any) -> Any:
-        """What a message holds and MessagePack does not know: a record within it, or a column."""
+        """A MessagePack value for a nested record, or for a column of another type."""
         if isinstance(value, MessageBase):
             return dict(value)
         if self._converts:
@@ -216,7 +216,7 @@ def _of_fields(kinds: Mapping[str, type[M]], fields: Any, request: int = 0) -> M
 
 
 def _shown(value: Any) -> str:
-    """Of a value that may be nested a thousand deep."""
+    """A short form of a value that may be nested a thousand deep."""
     return repr(str(value)[:100] if isinstance(value, str | int | float | None) else reprlib.repr(value)[:100])
 
 

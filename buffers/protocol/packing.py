@@ -94,36 +94,39 @@ def _plain(value: Any, depth: int = 0) -> JsonValue:
     if depth < _MAX_DEPTH and isinstance(value, list | tuple | set | frozenset):
         items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
         return [_plain(item, depth + 1) for item in items]
-    # What is nested too deep is abbreviated.
+    # Values that are nested too deep are abbreviated.
     return _text(reprlib.repr(value) if isinstance(value, bytes | Mapping | list | tuple | set | frozenset) else str(value))
 
 
 def _text(text: str) -> str:
-    """Without halves of surrogate pairs, which are no text (JSON lines of a data set may hold them)."""
+    """The text without unpaired surrogates, which JSON lines of a data set may hold."""
     return text.encode("utf-8", "replace").decode()
 
 
 @dataclass(frozen=True)
 class GroupSchema:
-    """What every group of a run looks like, by its configuration: checked before a group is made durable.
+    """The shape that a run's configuration requires of every group; checked before a group is made durable.
 
-    What the learner could not read, or would train on wrongly, must not enter: a batch is given again as it was, so one such
-    group would end the learner at every start.
-    vocabulary: rows of the model's embedding; token ids are below. max_completion_length: of all behind a prompt.
-    environment: whether there is one, whose observations may stand between turns. splits: whether they may begin a row anew.
-    calls: whether it is an agent, whose conversations do that too, and whose first prompts may go on behind the group's.
-    routing: of the model, None where nothing is recorded of it."""
+    A group that the learner cannot read, or would train on wrongly, must not enter: batches are repeated unchanged, so it would
+    end the learner at every start.
+    """
 
     group_size: int
     vocabulary: int
+    """Rows of the model's embedding; token ids are below."""
     max_prompt_length: int
     max_completion_length: int
+    """Limit of all tokens behind a prompt."""
     rewards: frozenset[str]
     sampling: Sampling
     environment: bool = False
+    """Whether there is one, whose observations may stand between turns."""
     splits: bool = False
+    """Whether observations may begin a row anew."""
     calls: bool = False
+    """Whether it is an agent, whose conversations do that too, and whose first prompts may go on behind the group's."""
     routing: Routing | None = None
+    """The model's routing, None where nothing is recorded of it."""
 
     def check(self, header: GroupHeader, ids: Int32Array, routing: RoutingArray | None) -> None:
         """ids: the prompt's and the completions'. Raises WireError (`schema`): what, the value, the limit."""
@@ -134,7 +137,7 @@ class GroupSchema:
         ):
             if value != wanted:
                 raise _not_of_run(header.number, f"{name}: {_shown(value)}; this run's: {_shown(wanted)}")
-        # What of a member's prompt is not the group's stands at the head of its completion.
+        # The part of a member's prompt beyond the group's is at the head of its completion.
         beyond = self.max_prompt_length - header.num_prompt_tokens
         begins_read = [spans[0][0] is None for spans in header.spans]
         longest = max(count - is_read * beyond for count, is_read in zip(header.num_tokens, begins_read, strict=True))
@@ -152,8 +155,8 @@ class GroupSchema:
             raise _not_of_run(header.number, "a row that begins anew; this run has environment.render other than 'split'")
         if not self.calls and any(begins_read):
             raise _not_of_run(header.number, "a completion that begins with what was read; this run has no agent")
-        if routing is not None and (found := misfit(self.routing, routing)):
-            raise _not_of_run(header.number, found)
+        if routing is not None and (problem := misfit(self.routing, routing)):
+            raise _not_of_run(header.number, problem)
 
     def check_supports(self, group: Group) -> None:
         """The tokens that others were chosen among exist. Raises WireError (`schema`)."""
@@ -173,8 +176,7 @@ def _not_of_run(number: int, detail: str) -> WireError:
 
 
 def check_group(header: GroupHeader, frames: Frames, schema: GroupSchema | None = None) -> Entry:
-    """What admission needs to know of the group in the frames of a Put; raises WireError when it cannot be unpacked, or is
-    none of this run.
+    """The `Entry` of the group in the frames of a Put. Raises WireError when it cannot be unpacked or does not fit this run.
 
     The reasons: `lengths` (what disagrees with what), `logprobs`, `tokens`, `spans`, `schema` (`GroupSchema`), and `record` for
     everything else. Does not make the group, which costs ten times as much, unless something in it is rare.
@@ -276,12 +278,12 @@ def _num_routed(header: GroupHeader) -> list[int]:
 
 
 def _num_sampled(header: GroupHeader) -> list[int]:
-    """Of each member."""
+    """Sampled tokens of each member."""
     return [sum(num_tokens for version, num_tokens, _ in spans if version is not None) for spans in header.spans]
 
 
 def _lengths(header: GroupHeader) -> tuple[list[int], list[int]]:
-    """Of the parts of the two arrays, in their order (`GroupHeader`)."""
+    """Lengths of the parts of the two arrays, in the order of `GroupHeader`."""
     sampled = _num_sampled(header)
     supports = zip(sampled, header.num_support, strict=True)
     masks = [part for num_tokens, kept in supports if kept is not None for part in (num_tokens, kept)]
@@ -313,7 +315,7 @@ def decode_put(frames: Frames) -> Group:
 
 
 def put_header(frames: Frames) -> GroupHeader:
-    """As `decode_put`, but for the arrays."""
+    """The header of `decode_put`, without the arrays."""
     _, put, _ = decode(frames, max_frame_bytes=MAX_FRAME_BYTES, oldest=_OLDEST_PUT)
     if not isinstance(put, Put):
         raise WireError(f"a batch holds a {put.type!r} where a put belongs")

@@ -30,24 +30,20 @@ Frames = message.Frames
 
 
 class CreditItem(MessageBase):
-    """Permission to begin a group. row: prompt and columns as JSON, of a spool. place: in the first epoch, of a curriculum."""
+    """Permission to begin a group."""
 
     number: Count
     attempt: Count
     lowest_version: Version
     row: str = ""
+    """Prompt and columns as JSON, of a spool."""
     place: Count | None = None
+    """A place in the first epoch, of a curriculum."""
 
 
 class Telemetry(MessageBase):
     """An actor's counters and gauges, the same of every actor. `*_total` and `*_s` only rise in an actor's life.
-
-    scoring: completions that wait for scores. canary_drift: nats between engine and learner at the newest adoption.
-    episodes_*: whose environment failed, and those that began again because its process ended. cleanups_failed: environments
-    whose `finally` failed.
-    selection_*: how much what is trained differs in length from what was begun, in tokens, and in turns (see
-    `async_rlhf.actors.loop.length_bias`).
-    """
+    `selection_*`: the difference in length between trained and begun groups (`async_rlhf.actors.loop.length_bias`)."""
 
     busy_s: Amount = 0.0
     idle_s: Amount = 0.0
@@ -56,6 +52,7 @@ class Telemetry(MessageBase):
     groups_total: Amount = 0.0
     dropped_tokens_total: Amount = 0.0
     canary_drift: Amount = 0.0
+    """Nats between engine and learner at the newest adoption."""
     selection_mean_ratio: Amount = 0.0
     selection_correlation: Amount = 0.0
     selection_alarm: Amount = 0.0
@@ -64,38 +61,39 @@ class Telemetry(MessageBase):
     selection_turns_alarm: Amount = 0.0
     oldest_group_age: Amount = 0.0
     scoring: Amount = 0.0
+    """Completions that wait for scores."""
     scores_failed_total: Amount = 0.0
     scores_asked_again_total: Amount = 0.0
     shown_total: Amount = 0.0
     shown_not_read_total: Amount = 0.0
     episodes_failed_total: Amount = 0.0
+    """Episodes whose environment failed."""
     episodes_lost_total: Amount = 0.0
+    """Episodes that began again because their process ended."""
     cleanups_failed_total: Amount = 0.0
+    """Environments whose `finally` failed."""
 
 
 class Hello(message.Message):
-    """An actor joins, or comes back to a restarted hub: what it serves and which (number, attempt) it works on.
-
-    life: names the process, however often it connects. shared: digests of what hub and actor must have in common, by name.
-    device: of one in the device channel. bits: as `ActorClient` takes them.
-    """
+    """An actor joins, or comes back to a restarted hub: what it serves and which (number, attempt) it works on."""
 
     actor: Name
     life: Digest
+    """Names the process, however often it connects."""
     shared: dict[Name, Digest] = Field(default_factory=dict, max_length=32)
+    """Digests that hub and actor must share, by name."""
     bits: Annotated[tuple[str, str], Field(strict=False)] = ("", "")
+    """As `ActorClient` takes them."""
     capacity: Count
     fence: Count
     version: Version
     device: broadcasts.EngineDevice | None = None
+    """Its part in the device channel."""
     holding: list[GroupId] = Field(default_factory=list)
 
 
 class Beat(message.Message):
-    """An actor lives: how many groups it can hold now, which weights it serves, and its counters.
-
-    progress: (number, amount) of each group it works on; an amount that does not rise is no progress.
-    """
+    """An actor lives: how many groups it can hold now, which weights it serves, and its counters."""
 
     capacity: Count
     fence: Count
@@ -103,10 +101,11 @@ class Beat(message.Message):
     telemetry: Telemetry = Telemetry()
     device: broadcasts.EngineDevice | None = None
     progress: list[GroupId] = Field(default_factory=list)
+    """(number, amount) of each group it works on; an amount that does not rise is no progress."""
 
 
 def _complete(sampling: Any) -> Any:
-    """Refuses what leaves a setting out: another release may have meant another default."""
+    """Refuse sampling settings that are not complete: another release may have another default."""
     if isinstance(sampling, dict) and (missing := Sampling.model_fields.keys() - sampling.keys()):
         raise ValueError(f"{sorted(missing)} not given")
     return sampling
@@ -117,24 +116,25 @@ class GroupHeader(MessageBase):
 
     int32: prompt ids, the members' ids, then of each member with a sampling mask its sizes and its ids. float32: logprobs
     of sampled tokens, then of each member that has them the reference's.
-    routing: layers, experts in each, bytes of a number. They follow the ids: of the prompt (first member's), of each member.
-    num_tokens: behind the prompt. spans: (version or None of an observation, tokens, oldest version in the cache or None).
-    restarts: which spans begin a row anew, by index; like turn_scores empty where no member has any. scores: a number, the text
-    of a failure, or None where the reward does not apply.
     """
 
     number: Count
     attempt: Count
     num_prompt_tokens: Count = Field(ge=1)
     num_tokens: list[Annotated[Count, Field(ge=1)]] = Field(min_length=1)
+    """Tokens behind the prompt."""
     spans: list[list[Annotated[tuple[Version | None, Count, Version | None], Field(strict=False)]]]
+    """(version or None of an observation, tokens, oldest version in the cache or None)"""
     restarts: list[list[Count]] = Field(default_factory=list)
+    """Indices of spans that begin a row anew; like turn_scores empty where no member has any."""
     num_support: list[Count | None]
     has_reference: list[bool]
     routing: list[Annotated[Count, Field(ge=1)]] = Field(default_factory=list)
+    """Layers, experts in each, bytes of a number. They follow the ids: of the prompt (first member's), of each member."""
     turn_scores: list[list[Amount | None]] = Field(default_factory=list)
     finish_reasons: list[FinishReason]
     scores: dict[str, list[Amount | str | None]]
+    """A number, the text of a failure, or None where the reward does not apply."""
     metrics: dict[str, list[dict[str, Amount]]]
     texts: list[str]
     timings: list[dict[str, Amount]]
@@ -145,7 +145,7 @@ class GroupHeader(MessageBase):
 
 
 class _OfLearner(message.Message):
-    """From the learner that holds this fence, about a step: the number of steps done."""
+    """A message of the learner that holds this fence. step: the number of steps done."""
 
     fence: Count
     step: Count
@@ -180,13 +180,13 @@ class Credits(message.Message):
 
 
 class Ack(message.Message):
-    """These groups (number, attempt) are durable. Answers the last Put of them."""
+    """These groups (number, attempt) are durable. It answers their last Put."""
 
     groups: list[GroupId]
 
 
 class Rejected(message.Message):
-    """This Put was well formed and may not enter."""
+    """This Put is well formed, but its group may not enter."""
 
     number: Count
     attempt: Count
@@ -253,7 +253,7 @@ class Tried(_OfLearner):
 
 
 class Waiting(message.Message):
-    """The batch is not there yet: for whom the learner waits."""
+    """The batch does not exist yet: why the learner waits."""
 
     step: Count
     detail: str
@@ -309,12 +309,13 @@ class Refused(message.Message):
 
 
 class Announced(message.OfSet):
-    """What is known of a weight set before its bytes. places: of its parts, where they lie in sealed memory."""
+    """The description of a weight set that precedes its bytes."""
 
     num_bytes: Count
     tensors: list[message.TensorSpec]
     canary: Canary | None = None
     places: list[message.SealedPlace] = Field(default_factory=list)
+    """The parts' places in sealed memory."""
 
 
 class SealedPart(message.OfSet):
@@ -328,20 +329,18 @@ class SealedPart(message.OfSet):
 
 
 class Publish(Announced):
-    """The learner announces a weight set: where it lies, or that chunks of it, or of a delta, can be had."""
+    """The learner announces a weight set: its places in sealed memory, or the chunks of it or of a delta to request."""
 
     delta: DeltaSpec | None = None
 
 
 class Wanted(message.Message):
-    """What the hub requests of an announced set: its chunks, or only those of the delta.
-
-    delta_next: a delta would be of use with the next set.
-    """
+    """The hub's request for the chunks of an announced set, or for those of its delta."""
 
     chunks: bool
     delta: bool
     delta_next: bool
+    """A delta would be of use with the next set."""
 
 
 class Chunk(message.OfSet):
@@ -356,9 +355,8 @@ class Check(message.OfSet):
 
 
 class Checked(message.Message):
-    """done: the whole set is verified and published."""
-
     done: bool
+    """The whole set is verified and published."""
 
 
 class Adopt(message.OfSet):
@@ -370,16 +368,15 @@ class Adopt(message.OfSet):
 
 
 class Fetch(message.OfSet):
-    """maps: the asker can map memory of the hub's machine. holds: content digest of the set it has, for a delta."""
-
     maps: bool = False
+    """The asker can map memory of the hub's machine."""
     holds: Digest | None = None
+    """Content digest of the set it has, for a delta."""
 
 
 class Manifest(Announced):
-    """deltas: to be applied to what the asker holds, one after the other, instead of fetching the whole set."""
-
     deltas: list[DeltaSpec] = Field(default_factory=list)
+    """Deltas to apply to the asker's set, one after the other, instead of fetching the whole set."""
 
 
 class FetchChunk(message.OfSet):

@@ -98,7 +98,7 @@ class Admission:
             credit = self.fleet.lease(self.fleet.actors[name], number, self.fleet.failures.attempt(number))
             given.setdefault(name, []).append(credit)
             if number in suspects:
-                rooms = Rooms()  # who holds it has room for no other
+                rooms = Rooms()  # the holder of a suspect has room for no other group
             else:
                 rooms.put_back(name)
         return given
@@ -135,7 +135,7 @@ class Admission:
         return True
 
     def blame(self, name: str, number: int, reason: str) -> None:
-        """What was wrong with a group that was refused, should its actor be lost with it."""
+        """Note why a group was refused, in case its actor is lost with it."""
         if name in self.fleet.actors and number in self.fleet.actors[name].leases:
             self.fleet.failures.blame(number, reason)
 
@@ -155,7 +155,7 @@ class Admission:
         if self.order.is_decided(number) if step is None else step < done or step in self._batches.taken:
             raise RefusedError("trained", f"group {number} was trained on, is being, or was given up already")
         if self.bound.exact and number in self._queued:
-            # Those behind it would move up, and the weights that they then need may be gone.
+            # The numbers behind it would move up, and the weights that they then need may no longer exist.
             raise RefusedError(
                 "exact", f"group {number} waits for its step; in exact mode it can be taken out of its batch then"
             )
@@ -279,7 +279,7 @@ class Admission:
 
     @property
     def num_left(self) -> int:
-        """How many groups are still to be consumed, as far as there are live numbers for them."""
+        """Groups still to be consumed, as far as live numbers exist for them."""
         return max(0, self.order.num_consumable - self._batches.num_consumed)
 
     @property
@@ -295,7 +295,7 @@ class Admission:
     # -- memory and numbers ------------------------------------------------------------------------------------------
 
     def remember(self) -> QueueSnapshot:
-        """What a journal must keep beside the groups and batches that are not committed yet."""
+        """The state that a journal must keep beside the uncommitted groups and batches."""
         line, uncommitted = self.order, self._batches.numbers
         head = line.floor(uncommitted)
         passed = (n for n in range(head, line.head) if n not in uncommitted and not line.is_dead(n))

@@ -55,22 +55,22 @@ from async_rlhf.buffers.errors import ConfigError
 
 @dataclass(frozen=True)
 class Bound:
-    """The arithmetic of one run. num_groups: how many groups may be consumed in all. refills: R; 0 filters nothing.
-
-    numbers: how many group numbers there are, when filtered ones are to be replaced; None: as many as groups.
-    coming: there may be more of them later. Nothing above is touched: a number that does not exist yet gets no credit, and
-    as long as more may come no batch is smaller than B, so that position and step of a number agree.
-    """
+    """The arithmetic of one run."""
 
     groups_per_batch: int
     max_staleness: int
     num_groups: int
+    """How many groups may be consumed in all."""
     publish_every: int = 1
     window: int = 1
     exact: bool = False
     refills: int = 0
+    """R; 0 filters nothing."""
     numbers: int | None = None
+    """How many group numbers there are, when filtered ones are to be replaced; None: as many as groups."""
     coming: bool = False
+    """There may be more numbers later. The proof holds: a number that does not exist yet gets no credit, and as long as more
+    may come no batch is smaller than B, so that position and step of a number agree."""
 
     def check(self) -> None:
         """Raise ConfigError for settings under which the run would wait forever, naming the nearest that would not."""
@@ -99,7 +99,7 @@ class Bound:
 
     @property
     def num_steps(self) -> int:
-        """Most learner steps: so many groups make so many batches, the last perhaps a smaller one."""
+        """Most learner steps, the last perhaps with a smaller batch."""
         return -(-self.num_groups // self.groups_per_batch)
 
     @property
@@ -118,7 +118,7 @@ class Bound:
     def allows(self, version: int, number: int, dead_below: int = 0, target_staleness: int | None = None) -> bool:
         """Whether weights of `version` may begin group `number` (in exact mode: must be exactly the one).
 
-        `target_staleness`: to stay within instead of the bound, as far as the run can go on with it; it never allows more.
+        `target_staleness`: a lower limit than the bound, as far as the run can go on with it; it never allows more.
         """
         within = self.max_staleness
         if target_staleness is not None and not self.exact:

@@ -36,18 +36,18 @@ class Failures:
         return self._attempts.get(number, 0)
 
     def blame(self, number: int, reason: str) -> None:
-        """What was wrong with this attempt, should it fail: a group that is refused ends its actor."""
+        """Note a reason in case this attempt fails: a group that is refused ends its actor."""
         self._blamed[number] = reason[:_MAX_LENGTH]
 
     def lost(self, number: int, reason: str, *, counts: bool) -> bool:
-        """One attempt more is lost; whether that quarantines the group."""
+        """Note a lost attempt; returns whether it quarantines the group."""
         attempt = self._attempts[number] = self._attempts.get(number, 0) + 1
         blamed = self._blamed.pop(number, "")
         self._note(number, f"attempt {attempt - 1}: {blamed + '; then ' if blamed else ''}{reason[:_MAX_LENGTH]}")
         return self.charge(number) if counts else False
 
     def stuck(self, number: int, attempt: int, reason: str) -> bool:
-        """This attempt is lost, for it makes no progress; whether that quarantines the group."""
+        """This attempt is lost, because it makes no progress; returns whether that quarantines the group."""
         self._stuck[number] = attempt
         return self.lost(number, reason, counts=True)
 
@@ -55,7 +55,7 @@ class Failures:
         return self._stuck.get(number) == attempt
 
     def charge(self, number: int, reason: str = "") -> bool:
-        """A lost attempt counts; whether that quarantines the group."""
+        """Count a lost attempt; returns whether that quarantines the group."""
         if reason:
             self._note(number, reason)
         self._counts[number] = self._counts.get(number, 0) + 1
@@ -66,7 +66,7 @@ class Failures:
         return True
 
     def quarantine(self, number: int, reason: str = "") -> None:
-        """Never to be made or consumed again."""
+        """The group is never made or consumed again."""
         if reason:
             self._note(number, reason)
         record = self._attempts.get(number, 0), tuple(self._reasons.get(number, ()))
@@ -81,7 +81,7 @@ class Failures:
             self.suspects.discard(number)
 
     def remember(self) -> dict[int, Past]:
-        """What a journal must keep, by number."""
+        """The past of each number, for a journal."""
         reasons = self._reasons
         return {n: (lost, self._counts.get(n, 0), tuple(reasons.get(n, ()))) for n, lost in self._attempts.items()}
 

@@ -34,14 +34,7 @@ class Credit:
 
 @dataclass
 class Actor:
-    """One actor: how many groups it can hold, the weights it serves (learner fence, version), when its last message came.
-
-    life: names its process. identity: its connection. telemetry: its counters and gauges. announced: the weights that it was
-    last given to adopt. behind_since: since when it serves others than those and has adopted nothing. device: its part in the
-    device channel. stuck: groups that it made no progress with for too long, and how far they were; it is given nothing while
-    it holds one that has not moved since. doubted: it has made no progress with anything since such a group; it may be all of
-    the actor that is stuck, so it is given nothing that another has room for.
-    """
+    """One actor: how many groups it can hold, the weights it serves (learner fence, version), when its last message came."""
 
     capacity: int
     fence: int
@@ -49,15 +42,26 @@ class Actor:
     last_seen: float
     leases: dict[int, Credit] = field(default_factory=dict)
     life: str = ""
+    """Names its process."""
     identity: bytes = b""
+    """Names its connection."""
     telemetry: Mapping[str, float] = field(default_factory=dict)
+    """Its counters and gauges."""
     announced: tuple[int, int] | None = None
+    """The weights that it was last told to adopt."""
     behind_since: float | None = None
+    """Since when it serves others than those and has adopted nothing."""
     stuck: dict[int, int] = field(default_factory=dict)
+    """Groups without progress for too long, and how far they were. It gets nothing while it holds one that has not moved
+    since."""
     doubted: bool = False
+    """It has made no progress since such a group. All of it may be stuck, so it gets nothing that another has room for."""
     device: EngineDevice | None = None
-    _moved: dict[int, tuple[int, float]] = field(default_factory=dict)  # number -> amount, and since when it is that
-    _works_on: dict[int, int] = field(default_factory=dict)  # by its own account: number -> amount
+    """Its part in the device channel."""
+    _moved: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """number -> amount, and since when it is that"""
+    _works_on: dict[int, int] = field(default_factory=dict)
+    """number -> amount, as it reports"""
 
     def has_room(self, number: int, suspects: AbstractSet[int]) -> bool:
         """Whether it can take one more. A suspect is made alone: only then does losing it prove anything."""
@@ -73,7 +77,7 @@ class Actor:
         self._moved.pop(credit.number, None)
 
     def progressed(self, amounts: Iterable[tuple[int, int]], now: float) -> None:
-        """How far each of the groups is that it works on."""
+        """Take its report of progress with each of its groups."""
         self._works_on = known = dict(amounts)
         for number in self.leases.keys() & known.keys():
             if known[number] > (before := self._moved.get(number, (-1, 0.0))[0]):
@@ -88,8 +92,8 @@ class Actor:
             self.doubted = False
 
     def overdue(self, now: float, timeout_s: float) -> list[tuple[int, bool]]:
-        """Its groups that made no progress for so long, counted from the first look at each, and whether it works on them: it
-        may never have got the credit."""
+        """Its groups without progress for `timeout_s`, counted from the first look at each, and whether it works on them: the
+        credit may never have arrived."""
         self._moved = {number: self._moved.get(number, (-1, now)) for number in self.leases}
         late = {number: amount for number, (amount, since) in self._moved.items() if now - since > timeout_s}
         stuck = {number: amount for number, amount in late.items() if number in self._works_on}
@@ -102,7 +106,7 @@ class Actor:
         self.stuck, self.doubted = self.stuck | before.stuck, before.doubted
 
     def forgive(self, seconds: float, now: float) -> None:
-        """For so long nothing was received: silence meanwhile proves nothing about this actor."""
+        """Nothing was received for `seconds`, so silence in that time proves nothing about this actor."""
         self.last_seen = min(now, self.last_seen + seconds)
         self._moved = {number: (amount, min(now, since + seconds)) for number, (amount, since) in self._moved.items()}
         if self.behind_since is not None:
@@ -119,8 +123,8 @@ class Rooms:
         for name, actor in actors.items():
             if actor.fence == fence > 0 and actor.version <= newest:
                 self._by_version.setdefault(actor.version, []).append((len(actor.leases) - actor.capacity, name))
-        for each in self._by_version.values():
-            heapify(each)
+        for rooms in self._by_version.values():
+            heapify(rooms)
 
     def __bool__(self) -> bool:
         return any(self._by_version.values())
@@ -133,16 +137,15 @@ class Rooms:
         return heappop(first)[1] if first else None
 
     def put_back(self, name: str) -> None:
-        """After it was given a group; where it is full it stays out."""
+        """Put an actor back after it was given a group, unless it is full."""
         actor = self._actors[name]
         if len(actor.leases) < actor.capacity:
             heappush(self._by_version[actor.version], (len(actor.leases) - actor.capacity, name))
 
 
 class Silences:
-    """What actors held whose leases ended because they were silent. Silence counts against no group; an end that is seen
-    later does: the supervisor's word, or the actor's return under its name as another process.
-    """
+    """The groups that silent actors held. Silence counts against no group; an end that is seen later does: the supervisor
+    reports it, or another process joins under the actor's name."""
 
     MAX_NAMES = 1024
     """Remembered at most; the oldest are forgotten first."""
@@ -158,11 +161,11 @@ class Silences:
             del self._silent[next(iter(self._silent))]
 
     def ended(self, name: str) -> list[Credit]:
-        """What the silent actor `name` held, once."""
+        """The credits that the silent actor `name` held; none at the next call."""
         return self._silent.pop(name)[1] if name in self._silent else []
 
     def back(self, name: str, actor: Actor) -> list[Credit]:
-        """As `ended`, when another process comes under its name; the same process is as stuck as it was."""
+        """Like `ended`, when another process comes under its name; the same process is as stuck as it was."""
         before, held = self._silent.pop(name, (actor, []))
         if before.life != actor.life:
             return held
@@ -180,7 +183,7 @@ class Fleet:
         self._order, self._lease_s, self._on_burial = order, lease_s, on_burial
         self.actors: dict[str, Actor] = {}
         self._names: dict[bytes, str] = {}  # by connection
-        self._left: dict[str, float] = {}  # what actors that are gone have counted
+        self._left: dict[str, float] = {}  # counters of actors that have left
         self.failures = Failures(max_attempts)
         self._silences = Silences()
         self.newest = self.credited = self.failed = 0
@@ -260,21 +263,21 @@ class Fleet:
         return [(name, number) for name, number, _ in late]
 
     def forgive(self, seconds: float, now: float) -> None:
-        """For so long the hub received nothing: silence meanwhile proves nothing."""
+        """The hub received nothing for `seconds`, so silence in that time proves nothing."""
         for actor in self.actors.values():
             actor.forgive(seconds, now)
 
     def with_room(self, number: int) -> dict[str, Actor]:
-        """Those that could take `number` by the room they have; the doubted ones only where no other has any."""
+        """Actors with room for `number`; the doubted ones only where no other has room."""
         with_room = {name: actor for name, actor in self.actors.items() if actor.has_room(number, self.failures.suspects)}
         return {name: actor for name, actor in with_room.items() if not actor.doubted} or with_room
 
     def name(self, identity: bytes) -> str | None:
-        """Of the actor behind a connection."""
+        """The name of the actor behind a connection."""
         return self._names.get(identity)
 
     def telemetry(self) -> dict[str, float]:
-        """What all actors report, summed; counters (`*_total`, `*_s`) include those of actors that have left."""
+        """The sum of all actors' telemetry; counters (`*_total`, `*_s`) include those of actors that have left."""
         total = dict(self._left)
         for actor in self.actors.values():
             _add(total, actor.telemetry)
@@ -298,7 +301,7 @@ class Fleet:
         return any(actor.leases.pop(number, None) for actor in self.actors.values())
 
     def _remove(self, name: str, goes_on: bytes | None = None) -> Actor | None:
-        """What it counted stays in the sums, unless it goes on over this connection."""
+        """Its counters stay in the sums, unless it goes on over this connection."""
         actor = self.actors.pop(name, None)
         if actor is not None:
             self._names.pop(actor.identity, None)

@@ -44,7 +44,7 @@ _MAX_READERS = 64  # files that are open at a time to read groups from
 
 @dataclass(frozen=True)
 class _RecordPlace:
-    """Where a group's record is, and where in it the group's bytes begin."""
+    """The place of a group's record, and of the group's bytes in it."""
 
     segment: int
     offset: int
@@ -54,7 +54,7 @@ class _RecordPlace:
 
 @dataclass
 class JournalReplay:
-    """What a journal holds: the newest state, the groups put and not committed, and the batches made of them."""
+    """The content of a journal: the newest state, the uncommitted groups, and the batches made of them."""
 
     state: QueueSnapshot = field(default_factory=QueueSnapshot)
     entries: dict[int, Entry] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Journal:
         self._live: Counter[int] = Counter()  # segment -> places and takes in it
         self._readers: dict[int, File] = {}  # of segments, the one used last at the end
         self._pending: list[bytes] = []  # appended and not promised yet
-        self._end = 0  # of the present segment, with what is pending
+        self._end = 0  # of the present segment, pending bytes included
         self._promised = False  # a state was appended: what it gives up can be deleted once it is written
         try:
             with self.disk():
@@ -142,7 +142,7 @@ class Journal:
             self._file.close()
             self._file = self._begin_segment()
         elif durable:
-            # Vouches for what is on disk. Itself it is not synced: lost, it vouches for less.
+            # The mark vouches for the bytes on disk. It is not synced itself: without it fewer bytes are vouched for.
             with suppress(OSError):
                 self._file.append(segment.mark(self._end), durable=False)
             self._end = self._file.end
@@ -182,7 +182,7 @@ class Journal:
 
     @contextmanager
     def disk(self) -> Iterator[None]:
-        """What the disk refuses is an error of the journal; a full one can be waited out."""
+        """Turn an OSError into a JournalError, or DiskFullError for a full disk, which can be waited out."""
         try:
             yield
         except BlockingIOError:
@@ -204,7 +204,7 @@ class Journal:
         return Appending(self._path(self._segment), self._files)
 
     def _append(self, kind: int, *parts: bytes) -> int:
-        """Where the record will be."""
+        """Append a record; returns its offset."""
         offset, head = self._end, segment.head(kind, parts)
         self._pending += (head, *parts)
         self._end += len(head) + sum(map(len, parts))
@@ -254,7 +254,7 @@ class Journal:
         return replay
 
     def _cut_off(self, replay: JournalReplay, number: int, data: bytes, good: int) -> None:
-        """What is behind byte `good` is no whole record: a write that no fsync followed, or damage (DamagedError)."""
+        """Cut off an unfinished write behind byte `good`. Raises DamagedError when the bytes there had been made durable."""
         path, behind = self._path(number), list(segment.whole_records(data, good + 1))
         if number != self._segments[-1] or any(isinstance(each, segment.Mark) and each.offset > good for _, each in behind):
             lost = f"bytes {good} to {behind[0][0] if behind else len(data)} of {len(data)}"

@@ -1,4 +1,4 @@
-"""The ledger: what is known of every group, where every credit ended, what a journal remembers of it. Values only."""
+"""The ledger: the place of every group, the end of every credit, and their snapshot in a journal. Values only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from async_rlhf.buffers.record import Entry
 
 @dataclass(frozen=True)
 class QueueSnapshot:
-    """What a journal remembers: enough to go on as if the hub had not died (leases are soft and come back by `join`)."""
+    """The queue's state in a journal: enough to go on as if the hub had not died (leases are soft and come back by `join`)."""
 
     fence: int = 0
     committed_step: int = 0
@@ -20,14 +20,18 @@ class QueueSnapshot:
     head: int = 0
     consumed: tuple[int, ...] = ()
     quarantined: tuple[int, ...] = ()
-    removed: tuple[int, ...] = ()  # quarantined out of a batch
-    filtered: tuple[int, ...] = ()  # those from the head on
-    filtered_before: int = 0  # how many there are below it
+    removed: tuple[int, ...] = ()
+    """Numbers quarantined out of a batch."""
+    filtered: tuple[int, ...] = ()
+    """Numbers from the head on."""
+    filtered_before: int = 0
+    """How many were filtered below the head."""
     filtered_tokens: int = 0
     stale: int = 0
     stale_tokens: int = 0
     failed: int = 0
-    owner: str = ""  # the learner that holds the fence
+    owner: str = ""
+    """The learner that holds the fence."""
     failures: Mapping[int, tuple[int, int, tuple[str, ...]]] = field(default_factory=dict)
 
 
@@ -40,23 +44,27 @@ _OF_TOKENS = ("trained", "queued", "in_flight", "stale", "filtered")
 class Ledger:
     """Counts of attempts (one credit = one attempt). It closes at every moment:
 
-    credited = trained + queued + in_flight + leased + stale + filtered + failed + quarantined
+        credited = trained + queued + in_flight + leased + stale + filtered + failed + quarantined
 
-    trained: in a step the learner has done; in_flight: taken and not yet trained; leased: being generated or scored;
-    stale: given up because the bound could not be kept; filtered: it had no advantage, and another took its place; failed: the
-    actor was lost; quarantined: it ended its maker, or the learner, as often as allowed, or an operator took it back. Token
-    counts are of completion tokens that reached the hub in a group that was admitted or filtered.
+    Token counts are of completion tokens that reached the hub in a group that was admitted or filtered.
     """
 
     credited: int = 0
     trained: int = 0
+    """Trained in a step that the learner has done."""
     queued: int = 0
     in_flight: int = 0
+    """Taken and not yet trained."""
     leased: int = 0
+    """Being generated or scored."""
     stale: int = 0
+    """Given up because the bound could not be kept."""
     filtered: int = 0
+    """It had no advantage, and another took its place."""
     failed: int = 0
+    """The actor was lost."""
     quarantined: int = 0
+    """It ended its maker, or the learner, as often as allowed, or an operator took it back."""
     committed: int = 0
     duplicates_refused: int = 0
     tokens_put: int = 0

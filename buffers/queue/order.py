@@ -46,12 +46,12 @@ class ConsumptionOrder:
 
     @property
     def upcoming(self) -> int | None:
-        """As `next_number`; where there is none, the number that may come next."""
+        """`next_number`, or where there is none the number that may come next."""
         number = self.next_number()
         return self.next if number is None and self.bound.coming else number
 
     def extend(self, numbers: int, *, coming: bool) -> None:
-        """There are so many numbers now, never fewer than before. coming: as in `Bound`; once it is false it stays so."""
+        """Set how many numbers exist, never fewer than before. coming: as in `Bound`; once false it stays false."""
         if (numbers, coming) != (self.bound.numbers, self.bound.coming):
             assert numbers >= self.bound.num_numbers and (self.bound.coming or not coming)
             self.bound = replace(self.bound, numbers=numbers, coming=coming)
@@ -139,7 +139,7 @@ class ConsumptionOrder:
         return lowest
 
     def forget_below(self, floor: int) -> None:
-        """Of the filtered numbers below the floor only the count is kept."""
+        """Keep only the count of the filtered numbers below the floor."""
         place = bisect.bisect_left(self.filtered, floor)
         self.filtered_before += place
         del self.filtered[:place]
@@ -175,7 +175,7 @@ def _holds(numbers: Sequence[int], number: int) -> bool:
 
 
 class Batches:
-    """Those the learner may still go back to: a batch is committed when every checkpoint that is kept was made after its step.
+    """Batches that the learner may go back to: a batch is committed when every kept checkpoint was made after its step.
 
     `of`: the groups of each uncommitted batch, by step. `taken`: those the present learner holds or has trained. `removed`:
     groups that were taken out of one, for good."""

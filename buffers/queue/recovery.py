@@ -1,4 +1,4 @@
-"""What a journal gives back: the queue's state when a hub begins or an operator takes a group back, and the trained batches.
+"""Reading a journal: the queue's state when a hub begins or an operator takes a group back, and the trained batches.
 Beside it lies `quarantine.jsonl`, one JSON object a line, for a person to read (`QuarantineFile`):
 
     {"group": 17, "prompt": 5, "attempts": 3, "reasons": ["attempt 0: actor-1 was silent for 15 s", ...]}
@@ -75,12 +75,12 @@ class QuarantineFile:
         self, path: Path, prompt_of: Callable[[int], int] | None, quarantined: Iterable[int], files: Disk = DISK
     ) -> None:
         self._path, self._prompt_of, self._files = path, prompt_of, files
-        found = self._read()
+        kept = self._read()
         self._records = {
-            number: found.get(number) or self._record(number, None, ["the file with the reason was lost"])
+            number: kept.get(number) or self._record(number, None, ["the file with the reason was lost"])
             for number in sorted(quarantined)
         }
-        if found.keys() != self._records.keys():
+        if kept.keys() != self._records.keys():
             self._write()
 
     def write(self, quarantined: Mapping[int, tuple[int, tuple[str, ...]]]) -> None:
@@ -137,7 +137,7 @@ def read_batches(queue_dir: Path) -> Iterator[ArchivedBatch]:
 
 
 def committed_step(queue_dir: Path) -> int:
-    """Learner steps whose groups the queue has given up; 0 where there is no journal. Reads the newest segment that has it."""
+    """Learner steps whose groups the queue has given up; 0 without a journal. Reads the newest segment with a state."""
     for path in sorted(queue_dir.glob("[0-9]*.log"), reverse=True):
         states = [record for record, *_ in records_of(path.read_bytes()) if isinstance(record, QueueSnapshot)]
         if states:

@@ -53,7 +53,7 @@ class TakeRecord:
 
 @dataclass(frozen=True)
 class Mark:
-    """What is before byte `offset` was on disk."""
+    """All bytes before `offset` were durable."""
 
     offset: int
 
@@ -62,7 +62,7 @@ Record = PutRecord | TakeRecord | QueueSnapshot | Mark
 
 
 def put_head(number: int, entry: Entry) -> bytes:
-    """What stands before a group's bytes in the payload of its record."""
+    """The part of a record's payload before the group's bytes."""
     fields = (number, entry.attempt, entry.oldest_version, entry.newest_version, entry.num_tokens, entry.num_bytes)
     head: bytes = msgpack.packb(fields)
     return _LENGTH.pack(len(head)) + head
@@ -123,15 +123,15 @@ def records_of(data: bytes) -> Iterator[tuple[Record, int, int]]:
 
 
 def whole_records(data: bytes, start: int) -> Iterator[tuple[int, Record]]:
-    """The whole records from byte `start` on, with their places, whatever lies between them."""
+    """The whole records from byte `start` on, with their places; other bytes between them are skipped."""
     at = start
     while (match := _KINDS.search(data, at)) is not None:
         at = match.start()
-        if (found := parse(data, at)) is None:
+        if (parsed := parse(data, at)) is None:
             at += 1
         else:
-            yield at, found[0]
-            at = found[1]
+            yield at, parsed[0]
+            at = parsed[1]
 
 
 def records(directory: Path) -> Iterator[PutRecord | TakeRecord]:

@@ -1,1 +1,1 @@
-"""Prompts that come while a run goes on: files are dropped into a directory, their rows are bound to group numbers for good."""
+"""Prompts that arrive during a run: files are dropped into a directory, and their rows are bound to group numbers for good."""

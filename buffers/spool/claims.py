@@ -52,7 +52,7 @@ _NAME_BYTES = 120  # of a file's own name in that of its claim
 
 @dataclass(frozen=True)
 class RejectedLine:
-    """Why a line is of no use to the run."""
+    """Why the run cannot use a line."""
 
     reason: str
 
@@ -75,7 +75,7 @@ class Spool:
         self.stream, self._source, self._check, self._files = stream, source, check, files
         self._directory, self._rejected = directory, directory / "rejected"
         self._prefix = ""  # of the names in the spool that are this run's, once it has claimed one
-        self._seen: list[str] = []  # what lay in the spool at the last look and is to be claimed, the last name first
+        self._seen: list[str] = []  # names in the spool to be claimed, as of the last look, in descending order
         self._waiting: list[Path] | None = None  # claims that are not bound whole; None: to be looked up
         self._claim: _Claim | None = None  # the first of them
         self._next = 1
@@ -84,7 +84,7 @@ class Spool:
         """Why nothing more can be claimed or bound now."""
 
     def turn(self) -> bool:
-        """Do a part of what there is to do; whether there is more to be done at once."""
+        """Do a part of the work; returns whether there is more to do at once."""
         try:
             if self._waiting is None:
                 self._waiting = self._begin()
@@ -105,7 +105,7 @@ class Spool:
         return bool(self._waiting or self._seen)
 
     def status(self) -> dict[str, Any]:
-        """For an operator: rows that are bound, lines set aside, whether there is an end, and what stands in the way."""
+        """For an operator: bound rows, rejected lines, whether the spool has ended, and its problem."""
         num_rejected = sum(self._num_rejected.values()) + (0 if self._claim is None else self._claim.num_rejected)
         return {"rows": self.stream.num_rows, "rejected": num_rejected, "ended": self.stream.ended, "problem": self.problem}
 
@@ -118,7 +118,7 @@ class Spool:
         if not self._num_rejected:
             self._num_rejected = {name: self._num_lines(self._rejected / name) for name in rejected}
         claims: dict[int, Path] = {}
-        with suppress(FileNotFoundError):  # what was claimed must not come back when power fails
+        with suppress(FileNotFoundError):  # a claimed file must not come back after a power failure
             self._files.sync_path(self._source)
             if _IDENTITY in self._files.names(self._directory):
                 self._name()
@@ -149,7 +149,7 @@ class Spool:
             reader.close()
 
     def _collect(self, waiting: list[Path]) -> None:
-        """Claim the next of what is there. Where there is nothing and the spool has ended, so has the stream."""
+        """Claim the next waiting file. When none waits and the spool has ended, end the stream."""
         is_last, num_taken = False, 0
         if not self._seen:
             is_last = self._look()
@@ -164,11 +164,11 @@ class Spool:
             self.stream.end()
 
     def _look(self) -> bool:
-        """Note what there is to be claimed; whether nothing further will come."""
+        """Note the files to be claimed; returns whether the spool has ended."""
         names = self._files.names(self._source)
         ended = END in names
         if ended:
-            names = self._files.names(self._source)  # what came before the end is there by now
+            names = self._files.names(self._source)  # files from before the end exist by now
         self._seen = sorted(filter(is_ready, names), reverse=True)
         return ended
 
@@ -185,7 +185,7 @@ class Spool:
     # -- binding -----------------------------------------------------------------------------------------------------
 
     def _bind(self, waiting: list[Path]) -> None:
-        """Look at a piece of what is claimed, or at several small files, and bind its good rows."""
+        """Read a piece of a claimed file, or several small files, and bind the good rows."""
         lines: list[tuple[_Claim, int, bytes]] = []
         done: list[_Claim] = []
         num_bytes = 0
@@ -212,10 +212,10 @@ class Spool:
 
     def _good(self, lines: Sequence[tuple[_Claim, int, bytes]]) -> list[tuple[Place, str]]:
         """Rows with their places; the other lines are set aside."""
-        found = iter(self._check([line for *_, line in lines if len(line) <= MAX_ROW_BYTES]))
+        checked = iter(self._check([line for *_, line in lines if len(line) <= MAX_ROW_BYTES]))
         rows: list[tuple[Place, str]] = []
         for claim, number, line in lines:
-            row = next(found) if len(line) <= MAX_ROW_BYTES else RejectedLine(f"it is longer than {MAX_ROW_BYTES} bytes")
+            row = next(checked) if len(line) <= MAX_ROW_BYTES else RejectedLine(f"it is longer than {MAX_ROW_BYTES} bytes")
             if isinstance(row, str) and len(row.encode()) > MAX_ROW_BYTES:
                 row = RejectedLine(f"as JSON it is longer than {MAX_ROW_BYTES} bytes")
             if isinstance(row, RejectedLine):
@@ -248,7 +248,7 @@ class _Claim:
             files.replace(path, path.with_name(f".no-file-{name}"))
             self.reject(0, b"", "it is no regular file that this user may read")
         else:
-            self._reader, self._size = files.reader(path), files.size(path)  # what is appended now is not waited for
+            self._reader, self._size = files.reader(path), files.size(path)  # bytes that are appended from now on do not count
 
     def read(self) -> list[tuple[int, bytes]] | None:
         """The next lines with their numbers, without empty ones; None behind the last. One that is too long is cut."""
@@ -280,7 +280,7 @@ class _Claim:
         self._writer.write((json.dumps({"line": line, "reason": reason, "row": shown}) + "\n").encode())
 
     def finish(self) -> int:
-        """What was set aside is on disk; how many lines. Raises OSError."""
+        """Make the rejected lines durable and return how many there are. Raises OSError."""
         if self._reader is not None:
             self._reader.close()
         if self._writer is not None:

@@ -1,4 +1,4 @@
-"""How rows come into a spool: a file is written beside, then renamed in, so that a reader sees it whole or not at all.
+"""Adding rows to a spool: a file is written beside it, then renamed into it, so that a reader sees it whole or not at all.
 
 A spool is a directory of JSONL files, made anywhere by anything. Names that begin with "." or end in ".tmp" are being
 written; the file `END` says that no further row will come. Independent of runs: what a row must have to be of use to one
@@ -22,17 +22,18 @@ END = "END"
 """The file that ends a spool."""
 # A credit carries its row in a header of 4 MiB at most, and a finished group carries it back beside its texts.
 MAX_ROW_BYTES = 1 << 20
-# One rename brings all of it in: what is larger is given in parts.
+# One rename brings all rows in, so larger data must be put in parts.
 MAX_PUT_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class Deposited:
-    """What one `put` has brought in. file: its name in the spool, empty when there was no row."""
+    """The result of one `put`."""
 
     rows: int
     num_bytes: int
     file: str
+    """Its name in the spool, empty when there was no row."""
 
 
 def is_ready(name: str) -> bool:
@@ -88,7 +89,7 @@ def put(
 
 
 def end(directory: Path) -> None:
-    """No further row will come: a run ends when it has used those that are there. Raises ConfigError."""
+    """End the spool: its run ends when it has used all rows. Raises ConfigError."""
     _check_directory(directory)
     try:
         DISK.create(directory / END).close()
@@ -119,8 +120,8 @@ def _check_row(number: int, row: bytes, max_row_bytes: int) -> None:
     if len(row) > max_row_bytes:
         raise ConfigError(f"line {number} has {len(row)} bytes, the limit of a row is {max_row_bytes}; shorten it")
     try:
-        found = json_value(row)
+        value = json_value(row)
     except ValueError as error:
         raise ConfigError(f"line {number} is not JSON: {error}; write one object a line. Nothing was put") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"line {number} is a {type(found).__name__}, not an object; write one object a line. Nothing was put")
+    if not isinstance(value, dict):
+        raise ConfigError(f"line {number} is a {type(value).__name__}, not an object; write one object a line. Nothing was put")

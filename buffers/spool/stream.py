@@ -1,4 +1,4 @@
-"""The rows of a run whose prompts come while it goes on, in the order in which they came; which groups each is for, for good.
+"""The rows of a run whose prompts arrive during the run, in the order of arrival, with the groups that each is for.
 
     stream.jsonl   {"claim":17,"line":3,"row":{...}}   a row a line, with the place it came from
     ended          there will be no further row
@@ -24,7 +24,7 @@ from async_rlhf.buffers.spool.deposit import MAX_ROW_BYTES
 
 _PIECE = 1 << 20
 MAX_APPEND_BYTES = 8 * MAX_ROW_BYTES
-"""Of one append: as much may be torn by a crash."""
+"""The largest append: a crash may tear as much."""
 _ROW = b',"row":'
 
 Place = tuple[int, int]
@@ -63,7 +63,7 @@ class PromptStream:
         return self.num_rows * self.repeat
 
     def append(self, rows: Sequence[tuple[Place, str]]) -> None:
-        """Bind further rows, JSON objects with their places; on disk when it returns. Raises OSError; there are none then."""
+        """Bind further rows, JSON objects with their places; on disk when it returns. Raises OSError, and binds none then."""
         lines = [b'{"claim":%d,"line":%d%b%b}\n' % (*place, _ROW, row.encode()) for place, row in rows]
         data = b"".join(lines)
         assert len(data) <= MAX_APPEND_BYTES
@@ -94,7 +94,7 @@ class PromptStream:
         return line[line.index(_ROW) + len(_ROW) : -2].decode()
 
     def end(self) -> None:
-        """No further row will come. Raises OSError; nothing changes then."""
+        """End the stream. Raises OSError; nothing changes then."""
         write_whole(self._marker, files=self._files)
         self.ended = True
 
@@ -104,7 +104,7 @@ class PromptStream:
             self._reader.close()
 
     def _open(self) -> None:
-        """The places of all rows; what an unfinished append left is cut off."""
+        """Read the places of all rows, and cut off an unfinished append."""
         size, end = self._files.size(self._path), 0
         reader = self._reader = self._files.reader(self._path)
         for offset in range(0, size, _PIECE):
@@ -136,9 +136,9 @@ class PromptStream:
 def _place(line: bytes) -> Place | None:
     """The place that a line names; None for what is no line of a stream."""
     try:
-        found = json.loads(line)
-        place = found["claim"], found["line"]
+        fields = json.loads(line)
+        place = fields["claim"], fields["line"]
     except (ValueError, TypeError, KeyError):
         return None
-    whole = line.endswith(b"}\n") and isinstance(found.get("row"), dict) and all(type(each) is int for each in place)
+    whole = line.endswith(b"}\n") and isinstance(fields.get("row"), dict) and all(type(each) is int for each in place)
     return place if whole else None

@@ -18,7 +18,7 @@ from async_rlhf.buffers.protocol.wire import Frames
 
 # Flags as plain integers: combining those of an enumeration costs more than sending a small frame.
 _NOW, _NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-# Handing a frame over by reference costs about as much as copying so many bytes.
+# Passing a frame by reference costs about as much as copying this many bytes.
 _LARGE = 1 << 16
 _BYTES_RECEIVED = struct.Struct("=128xQ")  # tcpi_bytes_received of struct tcp_info (linux/tcp.h)
 _HAS_COUNT = sys.platform == "linux"
@@ -35,7 +35,7 @@ def receive(socket: zmq.Socket[bytes]) -> Frames | None:
 
 
 def receive_from(socket: zmq.Socket[bytes], *, has_keys: bool) -> tuple[Frames, int, str] | None:
-    """As `receive`, with the descriptor of the connection it came over, and the sender's key as `keys.admit` names it."""
+    """Like `receive`, with the descriptor of the connection and the sender's key as `keys.admit` names it."""
     parts = _receive(socket)
     if parts is None:
         return None
@@ -62,7 +62,7 @@ def _data(parts: list[zmq.Frame]) -> Frames:
 
 
 def send(socket: zmq.Socket[bytes], frames: Frames) -> bool:
-    """False when so much waits already that the message does not fit; a ROUTER drops what is for an unknown identity."""
+    """Send; False when the queue is full. A ROUTER drops messages for an unknown identity."""
     try:
         for frame in frames[:-1]:
             socket.send(frame, _NOW_AND_MORE, copy=len(frame) < _LARGE)

@@ -60,7 +60,7 @@ _MAKE = "make a directory with: async-rlhf keys new DIR"
 
 @dataclass(frozen=True)
 class KeyHolder:
-    """Whose key it is, and what it may be."""
+    """The holder of a key, and the allowed roles."""
 
     name: str
     roles: frozenset[Role]
@@ -68,7 +68,7 @@ class KeyHolder:
 
 @dataclass(frozen=True)
 class PeerKeys:
-    """What a peer needs: both keys in Z85."""
+    """A peer's own keys and the hub's public key, in Z85."""
 
     hub_public: bytes
     secret: bytes = field(repr=False)
@@ -82,7 +82,7 @@ class PeerKeys:
 
 @dataclass(frozen=True)
 class HubKeys:
-    """What the hub needs: its secret key in Z85, and the 32 bytes of every public key that it lets in, with its holder."""
+    """The hub's secret key in Z85, and the 32 bytes of every public key that it lets in, with its holder."""
 
     directory: Path
     secret: bytes = field(repr=False)
@@ -94,8 +94,8 @@ class HubKeys:
             return sorted((entry.name, (found := entry.stat()).st_ino, found.st_mtime_ns) for entry in entries)
 
     def reread(self) -> tuple[HubKeys, str]:
-        """The keys with the list as it is now, and what is wrong with it. A list that cannot be read lets no one new in; whose
-        entry is gone is out in any case."""
+        """The keys with the list as it is now, and the list's problem. A list that cannot be read admits no new key; a key
+        without an entry is refused in any case."""
         try:
             return load_hub(self.directory), ""
         except ConfigError as error:
@@ -164,11 +164,11 @@ def revoke(directory: Path, names: Sequence[str]) -> None:
 
 
 def _add(directory: Path, holder: KeyHolder, hub_public: bytes, new_pair: Callable[[], tuple[bytes, bytes]]) -> None:
-    own = directory if holder.name == LOCAL else directory / f"for-{holder.name}"
-    own.mkdir(mode=0o700, exist_ok=True)
+    folder = directory if holder.name == LOCAL else directory / f"for-{holder.name}"
+    folder.mkdir(mode=0o700, exist_ok=True)
     public, secret = new_pair()
-    _write(own / "hub.public", hub_public)
-    _write(own / "peer.secret", secret)
+    _write(folder / "hub.public", hub_public)
+    _write(folder / "peer.secret", secret)
     roles = " ".join(sorted(holder.roles)).encode()
     _write(_entry(directory, holder.name), public + b"\n" + roles)
 
@@ -209,15 +209,15 @@ def admit(request: Sequence[bytes], allowed: Mapping[bytes, KeyHolder]) -> tuple
 def roles_of(words: Iterable[str], where: str) -> frozenset[Role]:
     """The roles of these words; raises ConfigError, beginning with `where`, for none or another."""
     wanted = set(words)
-    found = frozenset(role for role in ROLES if role in wanted)
-    if not found or len(found) != len(wanted):
+    roles = frozenset(role for role in ROLES if role in wanted)
+    if not roles or len(roles) != len(wanted):
         given = " ".join(sorted(wanted)) or "none"
         raise ConfigError(f"{where}: roles = {given}; give one or more of {', '.join(ROLES)}")
-    return found
+    return roles
 
 
 def check_sender(holder: KeyHolder | None, message: wire.Message) -> None:
-    """Raises RefusedError with the reason `role` for what this holder may not send."""
+    """Raise RefusedError with the reason `role` for a message that this holder may not send."""
     if holder is None:
         return
     needed = _SENDERS.get(type(message))
@@ -278,7 +278,7 @@ def _read(path: Path) -> bytes:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """What is in this file, which must be safe where it lies; at least one line, perhaps empty."""
+    """The lines of a key file whose mode is safe; at least one, perhaps empty."""
     try:
         mode, text = path.stat().st_mode, path.read_bytes().strip()
     except OSError as error:
@@ -306,7 +306,7 @@ def _check_directory(directory: Path) -> None:
 
 
 def _bytes(key: bytes) -> bytes:
-    """The 32 bytes of a key in Z85; raises ValueError for what is none."""
+    """The 32 bytes of a key in Z85; raises ValueError for any other text."""
     if len(key) != 40:
         raise ValueError("length")
     try:

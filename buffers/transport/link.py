@@ -31,15 +31,15 @@ _RECEIVE_HWM = 1000
 # A handshake that breaks off may be a hub that was killed in the middle of it; at the pauses below these take a second.
 _MAX_FAILED_HANDSHAKES = 20
 _RETRY_S = 2.0  # a request unanswered so long is sent again, and then after twice as long: it may have been lost
-_MAX_GAP_S = 5.0  # of a silence: what is longer this process slept through
-_UNREADABLE = 0  # the request number of an answer to what the hub could not read
+_MAX_GAP_S = 5.0  # of silence; in a longer gap this process was asleep
+_UNREADABLE = 0  # the request number in an answer to an unreadable message
 
 
 class Link(Protocol):
     """One thread sends and receives; `wake` may come from any."""
 
     def send(self, frames: wire.Frames) -> bool:
-        """Hand frames over without waiting; False when so much waits already that no more fits."""
+        """Hand frames over without waiting; False when the queue is full."""
 
     def receive(self, timeout_s: float) -> wire.Frames | None:
         """The next message; None after `timeout_s`, or earlier after `wake` or when the connection was made."""
@@ -99,7 +99,7 @@ class SocketLink:
 
     @property
     def sockets(self) -> list[Any]:
-        """What a poller waits for, when it waits for several links."""
+        """The sockets and descriptors to poll when several links are polled together."""
         return [self._socket, self._monitor, self._waker.descriptor]
 
     def send(self, frames: wire.Frames) -> bool:
@@ -145,7 +145,7 @@ class SocketLink:
         self._waker.close()
 
     def _watch(self) -> bool:
-        """Take in what the monitor saw; whether the connection was made."""
+        """Read the monitor's events; returns whether the connection was made."""
         is_made = False
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())
@@ -159,7 +159,7 @@ class SocketLink:
                 self._num_failed, is_made = 0, True
                 continue
             self._num_failed += 1
-            # After these two ZeroMQ does not try again, and nothing would ever be received.
+            # After these two events ZeroMQ does not connect again, and nothing would ever be received.
             final = event["event"] in (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
             if final or self._num_failed >= _MAX_FAILED_HANDSHAKES:
                 raise DeadlineError(f"the handshake failed: {self._address}: {self._reason(event['event'])}")
@@ -264,7 +264,7 @@ class Connection:
         coming, open_requests = iter(messages), dict[int, tuple[wire.Message, wire.Frames]]()
         answers, detail = list[tuple[wire.Message, wire.Frames]](), "the hub never answered"
         patience, again = Patience(self.link.clock, timeout_s), _Again(self.link)
-        again.is_due()  # what follows is sent now
+        again.is_due()  # the requests are sent right below
         while True:
             meanwhile()
             for message, arrays in itertools.islice(coming, ahead - len(open_requests)):
@@ -321,7 +321,7 @@ class _Again:
         return True
 
     def put_off(self) -> None:
-        """Something came: the hub is there and has the request."""
+        """A message came: the hub lives and has the request."""
         self._at = self._link.clock() + self._pause_s
 
 

@@ -28,7 +28,7 @@ from async_rlhf.buffers.transport.frames import HANDSHAKES_FAILED, UNKNOWN, Wake
 from async_rlhf.buffers.transport.keys import HubKeys, KeyHolder
 
 _EVENTS, _READABLE = int(zmq.EVENTS), int(zmq.POLLIN)  # an enumeration would cost as much as the look, once a message
-# HWM counts messages, not bytes: a peer that does not read so many loses the rest.
+# HWM counts messages, not bytes: a peer with more unread messages loses the rest.
 _MAX_UNSENT = 1000
 UNREAD_BY_ZMQ = 64 << 20
 """More than the kernel keeps for a connection: received, and not seen by ZeroMQ yet."""
@@ -113,7 +113,7 @@ class ServerSocket:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def wait(self, timeout_s: float) -> None:
-        """Until a message came, something that was registered is readable, `wake`, or the time is over; lets peers in."""
+        """Wait for a message, a readable registered descriptor, `wake`, or the end of the time; lets peers in."""
         if ready := dict(self._poller.poll(int(timeout_s * 1000))):
             if self._waker.descriptor in ready:
                 self._waker.clear()
@@ -148,7 +148,7 @@ class ServerSocket:
         return None
 
     def send(self, messages: Iterable[Frames]) -> None:
-        """Never blocks: a peer that is gone, or reads too slowly, loses them. Each begins with the receiver's identity."""
+        """Send messages, each beginning with the receiver's identity. Never blocks: an absent or slow peer loses them."""
         for message in messages:
             frames.send(self._socket, message)
 
@@ -196,7 +196,7 @@ class ServerSocket:
             _log.info("%d connections ended, %d are open", new["connections_ended"], self.counters["connections"])
 
     def close(self) -> None:
-        """Sends what is unsent for `linger_ms`."""
+        """Close; unsent messages are sent for `linger_ms` at most."""
         with self._closing:
             self._closed = True
             self._socket.disable_monitor()
@@ -219,13 +219,13 @@ class ServerSocket:
         self._watch()
 
     def _watch(self) -> None:
-        """Read the monitor: at least what happened before anything that was received."""
+        """Read the monitor's events, at least those from before the received messages."""
         while int(self._monitor.get(_EVENTS)) & _READABLE:
             event = parse_monitor_message(self._monitor.recv_multipart())
             self._count(event["event"], event["value"], event["endpoint"])
 
     def _reread(self) -> None:
-        """Let in the keys that were added to the list, and cut off those that are no more on it."""
+        """Admit keys that were added to the list, and cut off the removed ones."""
         if self._access is None:
             return
         with suppress(OSError):  # the folder is gone for a moment: nothing changes
@@ -271,7 +271,7 @@ class Refusals:
         self._known: set[tuple[str, int | None]] = set()  # where unforeseen errors came from
 
     def note(self, error: Exception, who: str) -> Refused:
-        """Count it; the answer for who sent it. What is none of our errors is a defect, and counted as `unforeseen`."""
+        """Count an error; returns the answer to its sender. An error of another type is a defect, counted as `unforeseen`."""
         if isinstance(error, WireError | RefusedError):
             reason, detail = error.reason, error.detail if isinstance(error, RefusedError) else str(error)
         elif isinstance(error, WeightsError):

@@ -33,8 +33,8 @@ class Addresses:
         self._start = -(-began // _HUGE_BYTES) * _HUGE_BYTES
         room = memoryview((ctypes.c_char * num_bytes).from_address(self._start))
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(room, np.uint8)
-        """Of which only those may be written that were mapped so; the process ends at any other."""
-        # Not when the interpreter ends: a thread may be reading still, and the kernel gives it back anyway.
+        """A write to bytes that were not mapped for writing ends the process."""
+        # Not when the interpreter ends: a thread may still read it, and the kernel frees it anyway.
         weakref.finalize(self.bytes, _libc().munmap, began, reserved).atexit = False
         lent = self.bytes.view()
         lent.flags.writeable = False
@@ -66,7 +66,7 @@ class Addresses:
 
 
 def lay(paths: Sequence[str]) -> memoryview:
-    """These files one behind the other, each but the last of whole pages. What is written stays here. Raises OSError."""
+    """Files mapped one behind the other, each but the last of whole pages. Writes stay private. Raises OSError."""
     files = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths]
     try:
         sizes = [os.fstat(file).st_size for file in files]

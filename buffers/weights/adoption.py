@@ -1,4 +1,4 @@
-"""What stands between an actor and the version that it should serve: a decision, without a clock and without I/O.
+"""The state of an actor's adoption of the version that it should serve: a decision, without a clock and without I/O.
 
 `docs/weights.md` has the table of these states for an operator. Each is tried in the order below, and the first that holds is
 the actor's; `DUE` is the one in which the hub sends it an `Adopt`.
@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from async_rlhf.buffers.queue.admission import Actor, Admission
 
 Version = tuple[int, int]
-"""Of weights: the learner's fence, and the number."""
+"""(the learner's fence, the number) of a weight set."""
 
 
 class Adoption(StrEnum):
@@ -26,7 +26,7 @@ class Adoption(StrEnum):
 
 
 class Stored(Protocol):
-    """What the hub has of weights."""
+    """The weights that the hub has."""
 
     def has(self, version: Version) -> bool: ...
 
@@ -37,14 +37,13 @@ class Stored(Protocol):
 
 
 class AdoptionStep(NamedTuple):
-    """target: what the actor should serve; None while no version is published."""
-
     state: Adoption
     target: Version | None
+    """The version that the actor should serve; None while no version is published."""
 
 
 def adoption_of(name: str, actor: Actor, admission: Admission, stored: Stored) -> AdoptionStep:
-    """Where an actor is on its way to the version that it should serve."""
+    """An actor's state on its way to the version that it should serve."""
     serving = (actor.fence, actor.version)
     newest = None if admission.bound.exact else (admission.fence, admission.published)
     if serving == newest and actor.announced in (None, newest):
@@ -60,7 +59,7 @@ def adoption_of(name: str, actor: Actor, admission: Admission, stored: Stored) -
     # fetch for ever and adopt nothing.
     if fetched_for_credit(actor, admission, stored) is not None:
         return AdoptionStep(Adoption.FETCHES, target)
-    # Also when it is to stay after all: it may be about to leave for an earlier target.
+    # Also when it should stay: it may be about to leave for an earlier target.
     if target != (actor.announced or serving):
         return AdoptionStep(Adoption.DUE, target)
     return AdoptionStep(Adoption.SERVES if target == serving else Adoption.ANNOUNCED, target)

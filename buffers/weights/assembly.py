@@ -37,12 +37,12 @@ class ChunkedBytes:
         start = index * chunk_bytes()
         if not 0 <= index < num_chunks(self._size) or len(data) != min(chunk_bytes(), self._size - start):
             raise WeightsError(f"{self._name}: chunk {index} of {len(data)} bytes does not fit")
-        if index in self.missing:  # what may be verified already is not written over
+        if index in self.missing:  # never write over bytes that may be verified already
             self.memory.write(start, data)
             self.missing.discard(index)
 
     def front(self) -> int:
-        """Bytes from the first on that are there without a gap."""
+        """Bytes from the start on that have come without a gap."""
         while self._front < num_chunks(self._size) and self._front not in self.missing:
             self._front += 1
         return min(self._front * chunk_bytes(), self._size)
@@ -93,7 +93,7 @@ class Assembly:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all bytes are there, or what they are made of."""
+        """Whether all bytes, or all deltas for them, have come."""
         return not self._chunks.missing
 
     @property
@@ -101,7 +101,7 @@ class Assembly:
         return self._patching is None and self._verifier.is_done
 
     def advance(self, max_bytes: int = PIECE_BYTES) -> None:
-        """Patch or verify about so many bytes of what is there.
+        """Patch or verify about `max_bytes` of the bytes that have come.
 
         Raises WeightsError naming the first tensor that does not match its digest, or for a damaged delta.
         """
@@ -124,9 +124,9 @@ class Assembly:
 
     def _patch(self, base: memoryview, deltas: Sequence[bytes | memoryview]) -> Iterator[int]:
         """Yields how much was done, in bytes that could have been verified instead."""
-        for number, each in enumerate(deltas):
+        for number, encoded in enumerate(deltas):
             old = self._memory.view if number else base
-            for start, end, width, block in delta.decode(memoryview(each), self.specs):
+            for start, end, width, block in delta.decode(memoryview(encoded), self.specs):
                 self._memory.write(start, delta.patch(old[start:end], block, width))
                 yield _PATCH_COST * (end - start)
 
@@ -163,8 +163,8 @@ class Verifier:
     def advance(self, front: int, max_bytes: int) -> None:
         """Verify up to `front` or `max_bytes` more. Raises WeightsError."""
         first, view = len(self._specs) - self._digests.num_open, self._memory.view
-        found = self._digests.advance(min(front, self._digests.done + max_bytes), lambda start, end: view[start:end])
-        for spec, digest in zip(self._specs[first:], found, strict=False):
+        digests = self._digests.advance(min(front, self._digests.done + max_bytes), lambda start, end: view[start:end])
+        for spec, digest in zip(self._specs[first:], digests, strict=False):
             if spec.digest != digest:
                 raise WeightsError(f"version {self._version}: tensor {spec.name!r} does not match its digest")
 
@@ -198,13 +198,13 @@ class EarlyParts:
         return True
 
     def advance(self, max_bytes: int) -> bool:
-        """Verify so much of the tensors that have come whole; whether there is more to do. Raises WeightsError."""
+        """Verify up to `max_bytes` of the whole tensors; returns whether there is more to do. Raises WeightsError."""
         front = min(self._num_bytes, self._num_joined * part_bytes(self._num_bytes))
         self.verifier.advance(front, max_bytes)
         return not self.verifier.is_done and self.verifier.num_verified < front
 
     def fits(self, announced: Publish) -> bool:
-        """Whether this set is what has come."""
+        """Whether the announced set consists of these parts."""
         parts = [self._parts[index] for index in sorted(self._parts)]
         return (
             (announced.fence, announced.version, announced.num_bytes) == (self.fence, self.version, self._num_bytes)

@@ -33,10 +33,10 @@ Member = tuple[str, str]
 
 @dataclass(frozen=True)
 class Epoch:
-    """id: (fence, number). members: by rank, from 1 on."""
-
     id: tuple[int, int]
+    """(fence, number)."""
     members: tuple[Member, ...]
+    """By rank, from 1 on."""
 
 
 class Membership:
@@ -66,7 +66,7 @@ class Membership:
         self._is_whole = False
 
     def joined(self, member: Member) -> None:
-        """It sent Hello: whatever it was given may be lost, and it is not hanging."""
+        """A member sent Hello: its epoch may be lost, and it does not hang."""
         self._given.pop(member, None)
 
     def is_in(self, member: Member, state: EngineDevice | None) -> bool:
@@ -96,12 +96,12 @@ class Broadcasts:
         states = {member: actor.device for member, actor in actors.items() if actor.device is not None}
         before, epoch = self.membership.epoch, self.membership.gather(message.fence, states)
         self.counters["epochs"] += epoch is not before
-        own, *others = (
+        learner, *others = (
             broadcasts.Receive(**dict(message), epoch=epoch.id[1], rank=rank, size=len(epoch.members) + 1)
             for rank in range(len(epoch.members) + 1)
         )
         self.messages += [(actors[member].identity, each) for member, each in zip(epoch.members, others, strict=True)]
-        return own
+        return learner
 
     def broadcast(self, message: broadcasts.Broadcast, admission: Admission) -> wire.Done:
         """A version has been broadcast, and may be served by the engines that received it; or the broadcast has failed."""
@@ -119,7 +119,7 @@ class Broadcasts:
         return wire.Done()
 
     def reported(self, actor: Actor, device: EngineDevice | None) -> None:
-        """What an actor reports of itself. One that lost what it was to adopt is sent it again."""
+        """Take an actor's report. An announced set that the actor has lost is announced again."""
         before, actor.device = actor.device, device
         if before is None:
             return
@@ -146,12 +146,12 @@ class Broadcasts:
         return not self.has_received(actor, target) and self.membership.is_in((name, actor.life), actor.device)
 
     def offer(self, actor: Actor, target: tuple[int, int]) -> dict[str, Any]:
-        """What an Adopt has beside its target."""
+        """Further fields of an Adopt for this target."""
         if self._newest is None or not self.has_received(actor, target):
             return {}
         return {"digest": self._newest.digest, "canary": self._newest.canary}
 
 
 def _actors(admission: Admission) -> dict[Member, Actor]:
-    """Those that are connected."""
+    """The connected actors."""
     return {(name, actor.life): actor for name, actor in admission.fleet.actors.items()}

@@ -31,7 +31,7 @@ Words = npt.NDArray[np.unsignedinteger]
 
 
 def encode(old: memoryview, new: memoryview, specs: Sequence[TensorSpec], limit: int) -> bytes | None:
-    """What makes `new` of `old`, two sets of the same tensors; None when that is not less than `limit` bytes."""
+    """The delta from `old` to `new`, two sets of the same tensors; None when it has `limit` bytes or more."""
     compressor = zstandard.ZstdCompressor(level=_LEVEL)
     parts, size = [], 0
     for start, end, width in _blocks(specs):
@@ -86,7 +86,7 @@ def _encode_block(old: Words, new: Words, compressor: zstandard.ZstdCompressor) 
 
 
 def _decompress(data: memoryview, num_bytes: int) -> bytes:
-    """Exactly so many bytes; the size is looked at before any memory is taken."""
+    """Exactly `num_bytes` bytes; the size is checked before any memory is taken."""
     try:
         if zstandard.frame_content_size(data) != num_bytes:
             raise WeightsError(f"a delta has a part of another size than the {num_bytes} bytes it should have")

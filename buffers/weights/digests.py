@@ -13,18 +13,18 @@ import xxhash
 A = TypeVar("A")
 B = TypeVar("B")
 CACHED_BYTES = 1 << 18
-"""Read at a time: what is done with them beside finds them in the processor's cache."""
+"""Bytes read at a time, so that further work on them finds them in the processor's cache."""
 _MANY_BYTES = 4 << 20  # below, starting threads costs more than they save
-_MAX_THREADS = 4  # more would take what engines and learner compute with, and memory is hardly faster
+_MAX_THREADS = 4  # more would take cores from engines and learner, and memory is hardly faster
 
 
 def num_threads() -> int:
-    """As many as this process has cores, up to a few."""
+    """The number of cores of this process, up to a few."""
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 def in_threads(work: Callable[[A], B], items: Iterable[A], threads: int) -> list[B]:
-    """What it returns for each, in order; all threads have ended then. Raises what it raises for the first that fails."""
+    """The results of `work`, in order; all threads have ended then. Raises the error of the first item that fails."""
     todo = list(items)
     if min(threads, len(todo)) < 2:
         return list(map(work, todo))

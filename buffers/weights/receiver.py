@@ -25,7 +25,7 @@ from async_rlhf.buffers.weights.weight_set import WeightSet, content_digest, num
 _log = logging.getLogger(__name__)
 _CHUNKS_AHEAD = 8  # chunks requested before the first has come
 TURN_S = 0.02
-"""Of verification between two decode steps: about as long as a step of a large model. 8 GB are verified in 50 to 100 turns."""
+"""Time for verification between two decode steps, about one step of a large model: 8 GB take 50 to 100 turns."""
 _MAX_DAMAGED = 3  # weight sets in a row that may come damaged (replaced at the hub while they were fetched)
 
 
@@ -61,8 +61,7 @@ class WeightReceiver:
         self._num_damaged = 0
 
     def reset(self) -> None:
-        """The hub has forgotten the requests; what came of an unfinished set is kept, in case it is the
-        one to be adopted still."""
+        """The hub has forgotten the requests; the bytes of an unfinished set are kept, in case it is still the one to adopt."""
         self._target = None
 
     def adopt(self, target: tuple[int, int], digest: str | None = None, canary: Canary | None = None) -> None:
@@ -78,7 +77,7 @@ class WeightReceiver:
         weights = None if digest is None or self._standby is None else self._standby.take(target, digest)
         if weights is not None:
             self._finish(replace(weights, canary=canary))
-            self._held = None  # its digest is of another kind: no delta leads from it
+            self._held = None  # its digest is of another kind, so no delta starts from it
         else:
             self._target = target
             holds = None if self._held is None else self._held.digest
@@ -108,7 +107,7 @@ class WeightReceiver:
         return self._assembly is not None and self._target is not None and self._assembly.is_complete
 
     def advance(self) -> None:
-        """Verify what is there, for `TURN_S` at most. Raises WeightsError when a set keeps coming damaged."""
+        """Verify bytes that have come, for `TURN_S` at most. Raises WeightsError when a set keeps coming damaged."""
         if self._assembly is None or self._target is None:
             return
         until = self._clock() + TURN_S
@@ -122,7 +121,7 @@ class WeightReceiver:
             self._fetch_again(error)
 
     def refused(self, request: int) -> None:
-        """The hub has not (any more) what this request is for: a newer target is on its way."""
+        """The hub does not have, or no longer has, the requested bytes: a newer target is on its way."""
         if request >= self._request:  # else it is about a set that is not wanted any more
             self._target = None
             self._drop()
@@ -156,7 +155,7 @@ class WeightReceiver:
             self._ask_chunk()
 
     def _leads(self, steps: list[DeltaSpec], digest: str) -> bool:
-        """Whether these deltas make the set of what is held."""
+        """Whether these deltas lead from the held set to the one with this digest."""
         if self._held is None or not steps:
             return False
         contents = [self._held.digest, *(step.result for step in steps)]
@@ -186,7 +185,7 @@ class WeightReceiver:
         self._held = weights if self._config.delta and not self._maps else None
 
     def _fetch_again(self, damage: WeightsError) -> None:
-        """Without the help of what is held. Raises the damage once there was too much in a row."""
+        """Fetch the whole set again, without deltas. Raises the damage after too many damaged sets in a row."""
         self._num_damaged += 1
         if self._num_damaged > _MAX_DAMAGED or self._target is None:
             raise damage

@@ -118,7 +118,7 @@ class RelayProxy:
                 self.outbox.append([identity, *wire.encode(lost, request=_ANY_REQUEST)])
 
     def tick(self) -> None:
-        """Time has passed: close idle connections, and log what was refused."""
+        """Close idle connections, and log refusals."""
         self._refusals.report()
         now = self._fetch_link.clock()
         for identity in [identity for identity, line in self._lines.items() if now - line.last_seen > _IDLE_S]:
@@ -183,7 +183,7 @@ class WeightCache:
         return self._weight_receiver.has_work
 
     def advance(self) -> None:
-        """Verify a piece of what has come; answer who waits for it when that was the last."""
+        """Verify a piece of the set on its way; after the last piece answer the actors that wait for it."""
         try:
             self._weight_receiver.advance()
         except WeightsError as error:
@@ -202,7 +202,7 @@ class WeightCache:
         self._fetch_next()
 
     def again(self) -> None:
-        """The connection to the hub was lost: ask again for what was under way."""
+        """The connection to the hub was lost: repeat the requests under way."""
         self._weight_receiver.reset()
         self._current = None
         self._fetch_next()
@@ -213,7 +213,7 @@ class WeightCache:
             self._weight_receiver.adopt(self._current)
 
     def _give_up(self, why: str) -> None:
-        """The set that is fetched will not come; who waits for it is answered, and gets a newer target."""
+        """The set on its way will not come: answer the actors that wait for it, which get a newer target."""
         refused = [] if self._current is None else self._waiting.pop(self._current, [])
         self._current = None
         for identity, request, _ in refused:

@@ -63,11 +63,11 @@ class WeightServer:
         self._incoming: _Incoming | None = None
         self._early: EarlyParts | None = None
         self.broadcasts = Broadcasts()
-        self._sends_chunks = False  # an actor fetches what could be a delta
+        self._sends_chunks = False  # an actor fetches chunks where a delta could serve
         self._counters = {"sets": 0, "sets_mapped": 0, "deltas": 0, "delta_bytes": 0, "served_bytes": 0, "dropped_actors": 0}
 
     def forget(self) -> None:
-        """Another learner has registered: what the former one had begun to send is not continued."""
+        """Another learner has registered: drop the unfinished set of the former one."""
         self._incoming = self._early = None
 
     # -- from the learner --------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class WeightServer:
             self._early = None
 
     def verify(self) -> bool:
-        """A piece of what is sealed and not announced yet. Whether there is more to do."""
+        """Verify a piece of the sealed parts that are not announced yet; returns whether there is more to do."""
         try:
             return self._early is not None and self._early.advance(_TURN_BYTES)
         except WeightsError:
@@ -127,7 +127,7 @@ class WeightServer:
             self._advance(self._incoming, admission, is_asked=False)
 
     def _begin(self, announced: wire.Publish) -> _Incoming:
-        """Find out what of this set must be sent."""
+        """Decide which bytes of this set must be sent."""
         delta, transport = announced.delta, self._config.transport
         if delta is not None and (
             delta.num_bytes > MAX_DELTA_SHARE * announced.num_bytes or delta.result != content_digest(announced.tensors)
@@ -155,7 +155,7 @@ class WeightServer:
         return (attach(announced.places, announced.num_bytes) if is_shared else None), None
 
     def _advance(self, incoming: _Incoming, admission: Admission, *, is_asked: bool) -> bool:
-        """Verify a piece of what is there; whether that was the last, and the set is stored and published."""
+        """Verify a piece of the incoming set; returns whether it was the last, so that the set is stored and published."""
         try:
             if is_asked:
                 incoming.assembly.advance(_TURN_BYTES)
@@ -192,7 +192,7 @@ class WeightServer:
         return chunk, cast("wire.Frames", [data])  # a view is sent like bytes
 
     def _manifest(self, request: wire.Fetch) -> wire.Manifest:
-        """Where the set can be mapped, or by which deltas it can be made of what the asker holds, or neither."""
+        """The answer to a fetch: places to map the set, or deltas from the asker's set, or neither."""
         weights = self.store.get(request.version)
         manifest = weights.manifest()
         deltas: list[DeltaSpec] = []
@@ -206,8 +206,8 @@ class WeightServer:
         return manifest.model_copy(update={"fence": request.fence, "places": places, "deltas": deltas})
 
     def adoptions(self, admission: Admission, now: float) -> Iterator[tuple[bytes, wire.Message]]:
-        """(identity, message) for every actor that should serve something else than it serves or was announced to it; and what
-        engines are sent for a broadcast."""
+        """(identity, message) for every actor whose target is neither served nor announced, and the messages of a broadcast to
+        engines."""
         yield from self.broadcasts.messages
         self.broadcasts.messages.clear()
         for name, actor in admission.fleet.actors.items():
@@ -224,7 +224,7 @@ class WeightServer:
                 yield actor.identity, wire.Adopt(fence=target[0], version=target[1], **offer)
 
     def behind(self, name: str, admission: Admission, now: float) -> dict[str, int | float | str]:
-        """For an operator, of an actor that does not serve what it should: the version, why, and for how many seconds."""
+        """For an operator: the target of an actor that does not serve it, the reason, and the seconds since."""
         actor = admission.fleet.actors[name]
         state, target = adoption_of(name, actor, admission, self)
         if target is None or target == (actor.fence, actor.version):
@@ -244,7 +244,7 @@ class WeightServer:
     # -- what is here (`adoption.Stored`) ----------------------------------------------------------------------------
 
     def has(self, version: Version) -> bool:
-        """Of a version that was broadcast its own bytes, and not those of another learner's."""
+        """Whether the bytes of this version are here; for a broadcast one, those of its own learner."""
         fence, number = version
         is_broadcast = self.broadcasts.newest == version
         return number in self.store and (not is_broadcast or self.store.get(number).fence == fence)

@@ -1,4 +1,4 @@
-"""Where the bytes of a weight set lie: on the heap, or in sealed memory that other processes of the machine map.
+"""The memory of a weight set: on the heap, or sealed memory that other processes of the machine map.
 
 Sealed memory has no name in any file system: a set is one to sixteen anonymous files (memfd), its *parts*, that others open by
 process, descriptor and a random token, as the same user only. The kernel frees each with the last process that has it open or
@@ -30,7 +30,7 @@ from async_rlhf.buffers.weights.addresses import Addresses
 
 Bytes = npt.NDArray[np.uint8]
 PART_BYTES, _MAX_PARTS = 64 << 20, 16
-"""Of sets up to 1 GiB; parts of larger ones are larger, for each costs every process that has the set a descriptor."""
+"""For sets up to 1 GiB; larger sets have larger parts, for each part costs every process that has the set a descriptor."""
 _BLOCK_BYTES = 8 << 20  # that memory is given to in one go: about a millisecond
 _NAME = "async-rlhf-weights-"
 # The kernel takes a page that it is just moving for one that may be written; it waits for 0.15 s itself, then returns EBUSY.
@@ -57,7 +57,7 @@ class Memory(Protocol):
 
     @property
     def places(self) -> Sequence[SealedPlace]:
-        """Where processes of this machine find its parts once they are sealed; none where they cannot."""
+        """The sealed parts' places for processes of this machine; empty where they cannot map them."""
 
     def write(self, offset: int, data: bytes | memoryview) -> None: ...
     def seal(self, index: int | None = None) -> None:
@@ -69,7 +69,7 @@ class Memory(Protocol):
 
 
 MakeMemory = Callable[[int], Memory]
-"""Memory for so many bytes. Raises WeightsError when there is none."""
+"""Makes memory for this many bytes. Raises WeightsError when there is none."""
 
 
 class HeapMemory:
@@ -90,7 +90,7 @@ class HeapMemory:
         self.view = lent.data.toreadonly()
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        # As slices do, without Python's lock.
+        # Copies like a slice, without holding Python's lock.
         np.copyto(self.room[offset : offset + len(data)], np.frombuffer(data, np.uint8))
 
     def seal(self, index: int | None = None) -> None: ...
@@ -156,7 +156,7 @@ class SealedMemory:
     def seal(self, index: int | None = None) -> None:
         for number in {*(self._parts if index is None else [index])} - self._sealed:
             descriptor = self._parts[number].descriptor
-            # Of a descriptor that may only read: what may still be written cannot be sealed.
+            # Through a read-only descriptor: memory with a writable mapping cannot be sealed.
             reader = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 self._addresses.map(number * self._part_bytes, self._size(number), reader)
@@ -188,7 +188,7 @@ class SealedMemory:
         self._parts[index] = SealedPlace(pid=os.getpid(), descriptor=descriptor, token=token)
 
     def _open(self, index: int, start: int) -> None:
-        """What can be written from byte `start` of this part on: made when it is not there. Raises OSError."""
+        """Make this part, unless it exists, so that it can be written from byte `start` on. Raises OSError."""
         with self._opening:
             if index not in self._parts:
                 self._make(index, secrets.token_hex(16))
@@ -241,7 +241,7 @@ def _open_sealed(place: SealedPlace, num_bytes: int) -> int | None:
     """A descriptor of the part at this place, if it is one."""
     path = path_of(place)
     try:
-        # Before it is opened: what else a process may hold (a pipe, a device) is better not touched.
+        # Checked before opening: other descriptors of a process (a pipe, a device) must not be touched.
         if os.readlink(path) != f"/memfd:{_NAME}{place.token} (deleted)":
             return None
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -20,7 +20,7 @@ from async_rlhf.buffers.weights.weight_set import WeightSet
 
 _log = logging.getLogger(__name__)
 _MAX_LOST = 3
-"""Seats in a row that were lost before a set came: such an engine cannot be reached, and would keep the others waiting."""
+"""Seats lost in a row before a set came: the engine cannot be reached, and would keep the others waiting."""
 _NOTHING = (0, -1)
 
 Target = tuple[int, int]
@@ -55,7 +55,7 @@ class Standby:
         self._outcomes: SimpleQueue[tuple[tuple[int, int], WeightSet | None]] = SimpleQueue()
 
     def look(self) -> EngineDevice | None:
-        """What the hub is to know; None when this engine takes no part any more."""
+        """The report for the hub; None when this engine takes no part any more."""
         while not self._outcomes.empty():
             epoch, weights = self._outcomes.get()
             if self._seat is None or epoch != self._state.epoch_id:

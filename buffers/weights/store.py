@@ -20,12 +20,12 @@ from async_rlhf.buffers.weights.assembly import Assembly
 from async_rlhf.buffers.weights.weight_set import WeightSet, chunk_bytes
 
 MAX_DELTA_SHARE = 0.5
-"""Of the set's bytes: deltas that need more together are no use, for they cost time to make and to apply."""
+"""Share of the set's bytes that deltas may have together; above it making and applying them costs more than they save."""
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What makes the set with content digest `result` of the one with content digest `base` (see `delta`)."""
+    """The delta (see `delta`) from the set with content digest `base` to the one with content digest `result`."""
 
     base: str
     result: str
@@ -77,7 +77,7 @@ class WeightStore:
         return next((weights for weights in self._sets.values() if weights.digest == digest), None)
 
     def delta(self, result: str) -> Delta:
-        """Raises WeightsError when there is no delta to this content (any more)."""
+        """The delta to this content. Raises WeightsError when there is none, or none any more."""
         if result not in self._deltas:
             raise WeightsError(f"there is no delta that results in {result}")
         return self._deltas[result]

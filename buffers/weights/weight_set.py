@@ -69,10 +69,10 @@ class WeightSet:
 
         specs: list[TensorSpec] = []
         for index in range(num_parts(total)):
-            found = digests.advance(min(total, (index + 1) * part_bytes(total)), copied)
+            digested = digests.advance(min(total, (index + 1) * part_bytes(total)), copied)
             whole = [
                 TensorSpec(name=name, dtype=tensor.dtype, shape=list(tensor.shape), digest=digest)
-                for digest, (name, tensor) in zip(found, waiting, strict=False)
+                for digest, (name, tensor) in zip(digested, waiting, strict=False)
             ]
             specs += whole
             memory.seal(index)

@@ -39,13 +39,13 @@ class SamplingMasks(NamedTuple):
     ids_K: Tensor
 
     def chunks(self, rows: int) -> list[SamplingMasks]:
-        """Those of `rows` tokens at a time."""
+        """The masks of `rows` tokens at a time."""
         sizes = torch.split(self.sizes_N, rows)
         ids = torch.split(self.ids_K, [int(each.sum()) for each in sizes])
         return [SamplingMasks(*pair) for pair in zip(sizes, ids, strict=True)]
 
     def of(self, index_M: Tensor) -> SamplingMasks:
-        """Those of some tokens, by ascending index."""
+        """The masks of some tokens, by ascending index."""
         chosen_N = torch.zeros_like(self.sizes_N, dtype=torch.bool).index_fill(0, index_M, True)
         return SamplingMasks(self.sizes_N[index_M], self.ids_K[torch.repeat_interleave(chosen_N, self.sizes_N)])
 
@@ -58,7 +58,7 @@ class SamplingMasks(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyInputs:
-    """What a policy reads in one forward pass, and the tokens whose log-probabilities are asked of it.
+    """The inputs of one forward pass of a policy, and the tokens whose log-probabilities are requested.
 
     ids_RL, positions_RL: int64. blocks_B4: int64, of each block its first query, the end of its queries, its first key, the end
     of its keys, in the flattened [R L]. Its queries attend to its keys; where these are the same, to those up to their own.
@@ -126,7 +126,7 @@ class MicroBatch(PolicyInputs):
         return MicroBatch.of({name: each if name == "blocks_B4" else each.to(device) for name, each in self.tensors().items()})
 
     def tensors(self) -> dict[str, Tensor]:
-        """What there is of it, by name."""
+        """The tensors that are not None, by name."""
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
     @classmethod

@@ -41,21 +41,20 @@ _JOIN = 70
 @dataclass(frozen=True)
 class Packing:
     """How rows become micro-batches: at most `micro_batch_tokens` padded tokens each, but one prompt at least with one
-    completion, and beside a prompt with as many tokens of its completions.
-
-    row_tokens: most tokens of a prompt with several of its completions, None for as many as that. token_cost: in pairs, as
-    `config.token_cost`. whole_groups: a group is in one micro-batch, however many tokens it has. sampling_masks: False
-    evaluates the whole vocabulary, also where sampling was cut off. recorded_references: log-probabilities under the reference
-    come from the rollouts, which all have them.
-    """
+    completion, and beside a prompt with as many tokens of its completions."""
 
     micro_batch_tokens: int
     sharing: Sharing = "blocks"
     row_tokens: int | None = None
+    """Most tokens of a prompt with several of its completions, None for as many as that."""
     token_cost: float = math.inf
+    """In pairs, as `config.token_cost`."""
     whole_groups: bool = False
+    """A group is in one micro-batch, however many tokens it has."""
     sampling_masks: bool = True
+    """False evaluates the whole vocabulary, also where sampling was cut off."""
     recorded_references: bool = False
+    """Log-probabilities under the reference come from the rollouts, which all have them."""
 
     def room(self, row: BatchRow) -> float:
         """Tokens of several completions beside their prompt."""
@@ -77,11 +76,11 @@ class Update:
     batches: tuple[MicroBatch, ...]
     counts: Counts
     number: int
-    """Updates of the same rows have the same number: what was computed of the first serves the others."""
+    """Updates of the same rows have the same number: results computed for the first serve the others."""
 
 
 def partition(updates: Sequence[Sequence[BatchRow]], ranks: int, packing: Packing) -> list[list[Update]]:
-    """For every rank its part of every update."""
+    """The part of every update for every rank."""
     parts: list[list[Update]] = [[] for _ in range(ranks)]
     numbers: dict[int, int] = {}
     for rows in updates:
@@ -126,7 +125,7 @@ def padding_batch() -> MicroBatch:
 
 
 def make_micro_batches(rows: Sequence[BatchRow], packing: Packing) -> list[MicroBatch]:
-    """Longest first. In blocks each goes where there is room; else rows of similar length are together, and apart those of one
+    """Micro-batches, longest rows first. In blocks a row goes where it fits; else by similar length, apart those of one
     completion, which need no mask and may be far longer."""
     cut = [part for row in rows for part in _cut(row, packing)]
     units = by_group(cut) if packing.whole_groups else [[row] for row in cut]
@@ -135,7 +134,7 @@ def make_micro_batches(rows: Sequence[BatchRow], packing: Packing) -> list[Micro
 
 
 def _cut(row: BatchRow, packing: Packing) -> list[BatchRow]:
-    """With as many completions each as there is room for, one at least."""
+    """Cut a row into rows with as many completions as fit, at least one each."""
     room, used = packing.room(row), 0
     parts: list[list[RowMember]] = [[]]
     for member in row.members:
@@ -227,19 +226,20 @@ def _tensors(rows: Sequence[BatchRow], packing: Packing) -> MicroBatch:
 
 @dataclass
 class _TokenLayout:
-    """Where each token of a micro-batch stands: int64 [R, L] of ids and positions, filled up to `end` of them, flattened. own,
-    of_prompts: blocks of attention, of pieces to themselves and of completions to the prompt they share. experts: as
-    `PolicyInputs.experts_PMk`."""
+    """The place of each token of a micro-batch: int64 [R, L] of ids and positions, filled up to `end` of them, flattened."""
 
     ids: np.ndarray
     positions: np.ndarray
     end: int = 0
     own: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """Blocks of attention of pieces to themselves."""
     of_prompts: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """Blocks of attention of completions to the prompt they share."""
     experts: np.ndarray | None = None
+    """As `PolicyInputs.experts_PMk`."""
 
     def add(self, row: BatchRow, shares: bool) -> list[np.ndarray]:
-        """From here on, with a row for each piece that begins anew where completions do not share theirs. Returns of each
+        """Append a row, with a row for each piece that begins anew where completions do not share theirs. Returns for each
         completion int64 [N]: where its tokens are predicted."""
         prompt, begin = row.group.prompt_ids, self.end
         self._put(prompt, 0, row.members[0].rollout.routing, 0)
@@ -277,7 +277,7 @@ class _TokenLayout:
         return begin
 
     def _attend(self, begin: int) -> None:
-        """What stands from there on is a piece."""
+        """End the piece that began there."""
         if begin < self.end:
             self.own.append((begin, self.end, begin, self.end))
 
@@ -309,7 +309,7 @@ def _sampling_masks(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
 
 
 def _targets(members: Sequence[RowMember]) -> dict[str, Tensor]:
-    """float32 [N] by name: what all members have."""
+    """float32 [N] by name: the targets that all members have."""
     each = [{} if member.targets is None else member.targets.named() for member in members]
     return {name: _joined([own[name] for own in each], np.float32) for name in each[0] if all(name in own for own in each)}
 

@@ -47,7 +47,7 @@ class BatchRow:
 
     @property
     def lengths(self) -> list[int]:
-        """Of the prompt with the first piece of its only completion, and of each further piece."""
+        """Lengths of the prompt with the first piece of its only completion, and of each further piece."""
         (member,) = self.members
         first, *others = [piece.num_read for piece in member.rollout.pieces]
         return [len(self.group.prompt_ids) + first, *others]
@@ -78,7 +78,7 @@ def make_rows(
 
 
 def by_group(rows: Sequence[BatchRow]) -> list[list[BatchRow]]:
-    """Those of one group together; they follow each other."""
+    """Rows by group; the rows of a group follow each other."""
     return [list(same) for _, same in groupby(rows, key=lambda row: row.group.number)]
 
 
@@ -113,8 +113,8 @@ def check_row(row: BatchRow, vocabulary: int, routing: Routing | None, *, sampli
             f"group {number} carries no log-probabilities under the reference. Its actor had no such stage: set "
             'scoring.stages.reference.placement = "learner", which computes them here'
         )
-    if found := next(filter(None, (misfit(routing, each.routing) for each in rollouts if each.routing is not None)), None):
+    if problem := next(filter(None, (misfit(routing, each.routing) for each in rollouts if each.routing is not None)), None):
         raise RecordError(
-            f"group {number} was recorded with {found}, which this learner does not replay: use the model and the settings "
+            f"group {number} was recorded with {problem}, which this learner does not replay: use the model and the settings "
             "that it was made with (engine.replay_routing)"
         )

@@ -1,4 +1,4 @@
-"""What evaluations have to do with checkpoints: which is the best, and which may not be removed because of them.
+"""The best checkpoint by evaluations, and the checkpoints that may not be removed because of them.
 
 Decided from `evaluations.jsonl` alone, by one reading of it, so that the learner, which removes checkpoints, and the
 supervisor, which evaluates them and sets the link, need not agree on anything else: what becomes the best later is the best
@@ -25,20 +25,20 @@ def best_step(records: Iterable[Line], among: Iterable[int] | None = None) -> in
 
 
 def num_since_best(records: Iterable[Line]) -> int:
-    """How many evaluations of later steps have not been better than the best one."""
+    """The number of evaluations after the best one."""
     rewards = _rewards(records)
     best = _best(rewards)
     return 0 if best is None else sum(step > best for step in rewards)
 
 
 def _rewards(records: Iterable[Line]) -> dict[int, float]:
-    """Mean reward by step, of those that have a checkpoint; the newest judged in one way: greedy, or in such groups."""
-    found = [
+    """Mean reward of each step with a checkpoint, over the newest evaluations of one kind: greedy, or groups of one size."""
+    judged = [
         (record["step"], record.get("group_size"), reward)
         for record in records
         if isinstance(reward := record.get("mean_reward"), int | float) and is_evaluation(record) and record["step"] > 0
     ]
-    newest = [*takewhile(lambda each: each[1] == found[-1][1], reversed(found))]
+    newest = [*takewhile(lambda each: each[1] == judged[-1][1], reversed(judged))]
     return {step: reward for step, _, reward in reversed(newest)}
 
 
@@ -64,15 +64,15 @@ def needed(evaluations: Path, every: int) -> Callable[[int], bool]:
 
 
 def link_best(checkpoints: Path, records: Iterable[Line]) -> None:
-    """`checkpoints/best` leads to the best of those that are there; without one there is no link. Raises OSError."""
+    """Link `checkpoints/best` to the best existing checkpoint; without one remove the link. Raises OSError."""
     if checkpoints.is_dir():
         best = _best_of(checkpoints, records)
         lead(checkpoints / "best", None if best is None else best.name)
 
 
 def without_links(path: Path) -> Path:
-    """A path through `checkpoints/latest` or `checkpoints/best` where the disk has no such link: through what it would lead to.
-    Any other as it is."""
+    """A path through `checkpoints/latest` or `checkpoints/best`, resolved without the link where the disk has none; any other
+    path unchanged."""
     for link in (path, *path.parents):
         if link.name not in ("latest", "best") or link.parent.name != "checkpoints" or (link.is_symlink() and link.exists()):
             continue
@@ -89,5 +89,5 @@ def _best_of(checkpoints: Path, records: Iterable[Line]) -> Path | None:
 
 
 def is_evaluation(record: Line) -> bool:
-    """Whether a line is of a step, as all that a run writes are."""
+    """Whether a line has a step, as all lines of a run have."""
     return type(record.get("step")) is int

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from. Only reads but for `go_back`; no torch, so that it is decided before any process starts.
+"""The choice of the checkpoint to resume from. Only `go_back` writes. No torch, so that it is made before any process starts.
 
 A run can go on from every whole checkpoint that the queue still has the groups after: those not older than what was committed
 to it, which are the `keep_last` newest at least. The start of the run (step 0) counts as one. A damaged newest checkpoint is
@@ -21,17 +21,17 @@ def newest(run: Path, *, contents: bool = True) -> tuple[Path, dict[str, Any]] |
 
     Raises DamagedError with the command that goes on from another, and CheckpointError.
     """
-    found = complete(run / "checkpoints")
-    if not found:
+    paths = complete(run / "checkpoints")
+    if not paths:
         return None
     try:
-        return found[-1], verified(found[-1], contents=contents)
+        return paths[-1], verified(paths[-1], contents=contents)
     except DamagedError as error:
-        raise DamagedError(f"{error}. {_way_out(run, step_of(found[-1]))}") from error
+        raise DamagedError(f"{error}. {_way_out(run, step_of(paths[-1]))}") from error
 
 
 def check_step(run: Path, step: int) -> None:
-    """Whether the run can go on from the checkpoint of `step` steps, its files digested. Raises ConfigError, DamagedError."""
+    """Check, by digests, that the run can go on from the checkpoint of `step` steps. Raises ConfigError, DamagedError."""
     path = run / "checkpoints" / f"step_{step:06d}"
     committed, can = committed_step(run / "queue"), resumable(run)
     if step < committed:
@@ -62,7 +62,7 @@ def resumable(run: Path) -> list[int]:
 
 
 def _way_out(run: Path, damaged: int) -> str:
-    """What to do when the checkpoint of `damaged` steps is: the command."""
+    """The command that goes on when the checkpoint of `damaged` steps is damaged."""
     if can := [step for step in resumable(run) if step < damaged]:
         return f"Go on from step {can[-1]}: {_train(run)} --resume --from-step {can[-1]}"
     whole = [path for path in complete(run / "checkpoints") if step_of(path) != damaged and _is_whole(path)]

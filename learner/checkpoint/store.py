@@ -22,7 +22,7 @@ from typing import Any
 from async_rlhf.buffers.errors import ConfigError, DamagedError
 from async_rlhf.buffers.files import DISK, content_digest
 
-# Of what a checkpoint holds; a newer one than this cannot be read here.
+# Format of a checkpoint; newer ones cannot be read here.
 SCHEMA = 2
 _log = logging.getLogger(__name__)
 _STATE = "state.json"
@@ -56,7 +56,7 @@ class Checkpoints:
     def save(self, step: int, write: Callable[[Path], None], state: dict[str, Any]) -> Path:
         """Make a checkpoint of `step` steps durable; `write` fills the directory. Returns its final path.
 
-        What `write` raises passes through, and all checkpoints are then as they were.
+        Errors of `write` pass through, and all checkpoints are then as they were.
         """
         final = self._directory / f"step_{step:06d}"
         temporary = self._directory / f"{_UNFINISHED}{final.name}"
@@ -80,12 +80,12 @@ class Checkpoints:
         return final
 
     def keep(self, last: int, every: int | None) -> None:
-        """From the next `save` on other ones are kept: see `keep_last` and `keep_every`."""
+        """Set other values of `keep_last` and `keep_every`, from the next `save` on."""
         self._keep_last, self._keep_every = last, every
 
     def set_aside(self, after: int) -> None:
         """Hide the checkpoints of more than `after` steps until another is saved; the newest that is left is `latest`."""
-        for newer in reversed(self.all()):  # the newest first: killed in between, what is left is a run's past as well
+        for newer in reversed(self.all()):  # the newest first: after a kill in between, the rest is a valid past of the run
             if step_of(newer) > after:
                 aside = self._directory / f"{_ASIDE}{newer.name}"
                 _remove(aside)
@@ -109,10 +109,10 @@ class Checkpoints:
         return complete(self._directory)
 
     def _link(self) -> None:
-        """`latest` leads to the newest, and nowhere when there is none."""
-        found = self.all()
+        """Link `latest` to the newest checkpoint; without one remove the link."""
+        paths = self.all()
         try:
-            lead(self._directory / "latest", found[-1].name if found else None)
+            lead(self._directory / "latest", paths[-1].name if paths else None)
         except OSError as error:
             if self._has_links:
                 _log.warning("checkpoints/latest is no link here (%s); async-rlhf finds what it names without", error.strerror)
@@ -120,7 +120,7 @@ class Checkpoints:
 
 
 def lead(link: Path, target: str | None) -> None:
-    """Make a link to its neighbour of this name, in one go; None: to nothing, there is no link then.
+    """Atomically make a link to its neighbour of this name; None removes the link.
 
     Raises OSError where there can be none, also on a disk without links; nothing has its name then.
     """
@@ -132,7 +132,7 @@ def lead(link: Path, target: str | None) -> None:
             _remove(new)
             new.symlink_to(target)
             if not link.is_symlink():
-                _remove(link)  # what copied the run has copied a checkpoint in place of the link
+                _remove(link)  # a copy of the run may have a copied checkpoint in place of the link
             new.replace(link)
         except OSError:
             _remove(link)  # it leads to another, which may be removed
@@ -193,7 +193,7 @@ def _digest(path: Path) -> dict[str, Any]:
 
 
 def _remove(path: Path) -> None:
-    """A file, a link or a whole directory; nothing when there is none."""
+    """Remove a file, a link or a whole directory, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -60,7 +60,7 @@ class Lent:
 
 
 def begin_copy(tensors: Mapping[str, Tensor], memory: dict[int, Tensor]) -> Callable[[], dict[str, Tensor]]:
-    """A thread begins to copy into host memory, which is used again; tensors that share storage share it in the copy as well.
+    """Begin to copy into reused host memory, in a thread; tensors that share storage share it in the copy as well.
     What comes back waits for the copies, by name. Raises DeadlineError, or what copying raised."""
     copying = ThreadPoolExecutor(1, "freeze").submit(_copied, dict(tensors), memory)
     return lambda: _result(copying, _COPY_S, "the copy of the training state was not made")
@@ -89,13 +89,13 @@ class CheckpointWriter:
         self.durable = checkpoints.newest
         """Step of the newest checkpoint, 0 when there is none."""
         self.floor = checkpoints.floor
-        """Step of the oldest checkpoint that is kept to go on from: what was trained on before it is needed no more."""
+        """Step of the oldest checkpoint kept for resuming; groups trained on before it are no longer needed."""
         self.failed = 0
         """Checkpoints that could not be written."""
         self.reason = ""
         """Why the last attempt failed; empty when it did not."""
         self.seconds = 0.0
-        """How long the last attempt took."""
+        """Duration of the last attempt."""
 
     def begin(self, step: int, write: Callable[[Path], None], state: dict[str, Any]) -> None:
         """Start to write the checkpoint of `step` steps; waits for the attempt before, if that is not over."""
@@ -103,7 +103,7 @@ class CheckpointWriter:
         self._attempt = ThreadPoolExecutor(1, "checkpoint").submit(self._save, step, write, state)
 
     def wait(self) -> None:
-        """Return when nothing is being written. Raises DeadlineError, and what no disk can be blamed for."""
+        """Return when no write is under way. Raises DeadlineError, and every error that is not the disk's."""
         if self._attempt is not None:
             _result(self._attempt, _WRITE_S, "a checkpoint was not written")
 

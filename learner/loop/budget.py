@@ -1,4 +1,4 @@
-"""How far a run goes, and how far it has come: the learner decides by it at the border of two steps, everything else by what
+"""The budget of a run and the used part of it: the learner decides by it between two steps, everything else by what
 the learner has recorded.
 
 Tokens are those that were trained on, not those that were generated: what is trained on follows from the configuration, and is
@@ -17,7 +17,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Spent:
-    """What a run has used up: learner steps, completion tokens trained on, seconds of the learner."""
+    """The used part of a run's budget: learner steps, completion tokens trained on, seconds of the learner."""
 
     steps: int = 0
     tokens: int = 0
@@ -25,7 +25,7 @@ class Spent:
 
     @classmethod
     def until(cls, record: Mapping[str, Any]) -> Spent:
-        """Up to the step of this line of `metrics.jsonl`, which is counted. What is missing counts as 0."""
+        """The budget used up to and including the step of this line of `metrics.jsonl`. Missing values count as 0."""
         steps, tokens, seconds = (record.get(name) for name in ("step", "num_tokens_total", "step_time_total"))
         return cls(
             steps if isinstance(steps, int) else 0,
@@ -35,7 +35,7 @@ class Spent:
 
     @classmethod
     def before(cls, record: Mapping[str, Any]) -> Spent:
-        """Up to the step before that of this line."""
+        """The budget used before the step of this line."""
         now = cls.until(record)
         one = cls.until({"num_tokens_total": record.get("num_tokens"), "step_time_total": record.get("step_time")})
         return cls(now.steps - 1, now.tokens - one.tokens, now.seconds - one.seconds)
@@ -43,7 +43,7 @@ class Spent:
 
 @dataclass(frozen=True)
 class Budget:
-    """The step that uses up one of the three is the last; none of them is: the run has no end of its own."""
+    """The step that uses up one of the three limits is the last; a run without any limit has no end of its own."""
 
     max_steps: int | None = None
     max_trained_tokens: int | None = None
@@ -67,7 +67,7 @@ class Budget:
         return any(theirs is not None and (own is None or own > theirs) for own, theirs in pairs)
 
     def num_steps(self, spent: Spent) -> int | None:
-        """How many steps the run will have if it goes on at the pace at which it has used its budget so far; None while that
+        """The number of steps that the run will have at the pace at which it has used its budget so far; None while that
         is open."""
         ends = [
             limit if key == "max_steps" else spent.steps * limit / used
@@ -77,6 +77,6 @@ class Budget:
         return max(spent.steps, math.ceil(min(ends))) if ends else None
 
     def _limits(self, spent: Spent) -> list[tuple[str, float, float]]:
-        """Key, limit and what is used of it, of those that are set."""
+        """(key, limit, used part) of each limit that is set."""
         known = zip(vars(self).items(), vars(spent).values(), strict=True)
         return [(key, limit, used) for (key, limit), used in known if limit is not None]

@@ -1,4 +1,4 @@
-"""The ledger of changes: what an operator changes in a run that goes on, and from which step on it holds.
+"""The ledger of changes: an operator's changes to a running run, and the first step of each.
 
 `changes.jsonl` in the run directory, one object a line, only ever appended to:
 
@@ -47,33 +47,30 @@ class _ChangeLine(BaseModel):
 
 
 class ChangeRequest(_ChangeLine):
-    """values: old and new one by dotted key of the configuration. Numbers count from 1."""
-
     kind: Literal["asked"] = "asked"
     number: Count
+    """Counted from 1."""
     values: dict[str, tuple[Any, Any]]
+    """Old and new value by dotted key of the configuration."""
 
 
 class Applied(_ChangeLine):
-    """step: the first that is made with it, counted from 1."""
-
     kind: Literal["applied"] = "applied"
     number: Count
     step: Count
+    """The first step that is made with it, counted from 1."""
 
 
 class ReachedStep(_ChangeLine):
-    """step: the highest that the learner's past lives recorded."""
-
     kind: Literal["reached"] = "reached"
     step: Count
+    """The highest step that the learner's past lives recorded."""
 
 
 class Undone(_ChangeLine):
-    """step: the last that still counts."""
-
     kind: Literal["undone"] = "undone"
     step: Count
+    """The last step that still counts."""
 
 
 Line = ChangeRequest | Applied | ReachedStep | Undone
@@ -83,7 +80,7 @@ Stamp = tuple[int, int, int] | None
 
 @dataclass(frozen=True)
 class Change:
-    """What was asked for, and the first step that is made with it; None while it waits."""
+    """A requested change, and the first step that is made with it; None while it waits."""
 
     number: int
     values: Mapping[str, tuple[Any, Any]]
@@ -92,8 +89,8 @@ class Change:
 
 @dataclass(frozen=True)
 class ChangeHistory:
-    """What the lines of a ledger come to: the changes that count, in the order of their numbers, all numbers that were given,
-    and how far the learner's past lives came."""
+    """The sum of a ledger's lines: the changes that count, in the order of their numbers, the last number given, and the
+    highest step of the learner's past lives."""
 
     changes: tuple[Change, ...] = ()
     last_number: int = 0
@@ -139,8 +136,8 @@ def _values(changes: Iterable[Change]) -> dict[str, Any]:
 
 
 class ChangeLedger:
-    """The file. Raises DamagedError for what is no regular file of bounded size, and for a line that is none of its own: a step
-    made without it would be another step."""
+    """The file. Raises DamagedError unless it is a regular file of bounded size, and for an unknown line: a step made without
+    that line would be another step."""
 
     def __init__(self, run: Path) -> None:
         self.path = run / "changes.jsonl"
@@ -148,16 +145,16 @@ class ChangeLedger:
 
     @property
     def stamp(self) -> Stamp:
-        """Another one after every change of the file: which file, its bytes, when it was written. None without one."""
+        """(inode, size, time) of the file, which differs after every change; None without a file."""
         try:
-            found = self.path.stat()
+            status = self.path.stat()
         except FileNotFoundError:
             return None
-        return found.st_ino, found.st_size, found.st_mtime_ns
+        return status.st_ino, status.st_size, status.st_mtime_ns
 
     def read(self) -> ChangeHistory:
-        """What is there; read where it has changed."""
-        stamp = self.stamp  # from before: what comes between the two is read the next time
+        """The history in the file, which is read again only when it has changed."""
+        stamp = self.stamp  # taken before reading: lines appended in between are read the next time
         if stamp is None:
             return ChangeHistory()
         if stamp != self._read[0]:
@@ -169,9 +166,9 @@ class ChangeLedger:
         return self._read[1]
 
     def append(self, decide: Callable[[ChangeHistory], Sequence[Line]], *, wait: bool = True) -> ChangeHistory:
-        """Add the lines that `decide` makes of what is there; durable when it returns. wait: for a process that appends. Raises
-        OSError, BlockingIOError without `wait`; nothing is added then."""
-        with self._open(os.O_RDWR | os.O_CREAT) as file:  # network file systems lock only what is open for writing
+        """Add the lines that `decide` makes from the history; durable when it returns. wait: for another process that appends.
+        Raises OSError, BlockingIOError without `wait`; nothing is added then."""
+        with self._open(os.O_RDWR | os.O_CREAT) as file:  # network file systems lock only files that are open for writing
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
             data = file.read()
             history, end = self._history(data), data.rfind(b"\n") + 1
@@ -188,10 +185,10 @@ class ChangeLedger:
         return history.then(lines)
 
     def _open(self, flags: int = os.O_RDONLY) -> IO[bytes]:
-        """To be read, unbuffered; never waits for the other end of a pipe."""
+        """The file, unbuffered; never waits for the other end of a pipe."""
         descriptor = os.open(self.path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
             os.close(descriptor)
             raise DamagedError(f"{self.path} is no regular file of at most {_MAX_BYTES} bytes")
         return os.fdopen(descriptor, "rb", buffering=0)
@@ -245,6 +242,6 @@ class LiveChanges:
 
 
 def described(change: Change) -> str:
-    """In a line, as a person reads it."""
+    """A change as one line for a person."""
     what = ", ".join(f"{key} {json.dumps(old)} -> {json.dumps(new)}" for key, (old, new) in change.values.items())
     return f"{what}, {'waits for the next step' if change.step is None else f'from step {change.step} on'}"

@@ -1,4 +1,4 @@
-"""What the learner records: one metrics object a step, and a sample of its rollouts. `recording` owns the files."""
+"""The learner's records: one metrics object a step, and a sample of its rollouts. `recording` owns the files."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ def data_metrics(
         **stage_metrics(rollout.timings for rollout in rollouts),
     }
     for name in rollouts[0].scores if rollouts else ():
-        own = [rollout.scores[name] for rollout in rollouts]
-        metrics[f"rewards/{name}/mean"] = _mean([score.value for score in own if score.value is not None])
-        metrics[f"rewards/{name}/failed_ratio"] = _mean([float(score.failure is not None) for score in own])
-        for metric in sorted({metric for score in own for metric in score.metrics}):
-            metrics[f"reported/{name}/{metric}"] = _mean([s.metrics[metric] for s in own if metric in s.metrics])
+        of_reward = [rollout.scores[name] for rollout in rollouts]
+        metrics[f"rewards/{name}/mean"] = _mean([score.value for score in of_reward if score.value is not None])
+        metrics[f"rewards/{name}/failed_ratio"] = _mean([float(score.failure is not None) for score in of_reward])
+        for metric in sorted({metric for score in of_reward for metric in score.metrics}):
+            metrics[f"reported/{name}/{metric}"] = _mean([s.metrics[metric] for s in of_reward if metric in s.metrics])
     return metrics
 
 
 def _episode_metrics(rollouts: Sequence[Rollout]) -> dict[str, float | None]:
-    """Of runs with an environment: turns, tokens that were read between them, and which limits ended episodes."""
+    """For runs with an environment: turns, tokens read between them, and the shares of episodes that limits ended."""
     if all(rollout.num_tokens == rollout.length for rollout in rollouts):
         return {}
     return {
@@ -87,13 +87,13 @@ class SourceMetrics:
         """Means over the completions of each source in this batch; nothing of groups without one. per_group: as above."""
         rewards: dict[str, list[float]] = {}
         lengths: dict[str, list[int]] = {}
-        for group, own in zip(groups, per_group, strict=True):
+        for group, rewarded in zip(groups, per_group, strict=True):
             if (source := source_of(group.columns)) is not None:
                 name = self._name(source)
-                rewards.setdefault(name, []).extend(reward for reward in own if reward is not None)
+                rewards.setdefault(name, []).extend(reward for reward in rewarded if reward is not None)
                 lengths.setdefault(name, []).extend(rollout.num_tokens for rollout in group.rollouts)
-        found = {f"reward/{name}": _mean(values) for name, values in rewards.items()}
-        return found | {f"completions/{name}/mean_length": _mean(values) for name, values in lengths.items()}
+        metrics = {f"reward/{name}": _mean(values) for name, values in rewards.items()}
+        return metrics | {f"completions/{name}/mean_length": _mean(values) for name, values in lengths.items()}
 
     def _name(self, source: str) -> str:
         if len(self._known) < self.MOST and 0 < len(source) <= 64 and source.isprintable():
@@ -102,8 +102,8 @@ class SourceMetrics:
 
 
 class StepClock:
-    """What a step took, and what actors did meanwhile. `step_time` runs from record to record, so a checkpoint counts into the
-    step after it."""
+    """The times of a step, and the actors' work meanwhile. `step_time` runs from record to record, so a checkpoint counts
+    into the step after it."""
 
     def __init__(self) -> None:
         self._recorded_at = time.monotonic()
@@ -140,8 +140,8 @@ class StepClock:
 def sample_record(
     group: Group, step: int, advantages: Sequence[float | None], weights: Sequence[float | None]
 ) -> dict[str, Any]:
-    """With the tokens, scores, advantage and importance weight used."""
-    own = [
+    """A group's record with the tokens, scores, advantages and importance weights used."""
+    fields = [
         {
             "tokens": rollout.completion_ids.tolist(),
             "scores": {n: s.failure if s.failure is not None else s.value for n, s in rollout.scores.items()},
@@ -150,11 +150,11 @@ def sample_record(
         }
         for rollout, advantage, weight in zip(group.rollouts, advantages, weights, strict=True)
     ]
-    return group_record(group, step, own)
+    return group_record(group, step, fields)
 
 
-def group_record(group: Group, step: int, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One group as a person reads it: texts, versions, times. own: of each rollout what stands beside these."""
+def group_record(group: Group, step: int, fields: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One group for a person: texts, versions, times. fields: further ones of each rollout."""
     return {
         "step": step,
         "group": group.number,
@@ -172,7 +172,7 @@ def group_record(group: Group, step: int, own: Sequence[Mapping[str, Any]]) -> d
                 "finish_reason": rollout.finish_reason,
                 "timings": dict(rollout.timings),
             }
-            for rollout, further in zip(group.rollouts, own, strict=True)
+            for rollout, further in zip(group.rollouts, fields, strict=True)
         ],
     }
 

@@ -1,4 +1,4 @@
-"""Where the learner's steps are written down: `metrics.jsonl`, a line a step, and `rollouts.jsonl`, a sample of their groups.
+"""The record of the learner's steps: `metrics.jsonl`, a line a step, and `rollouts.jsonl`, a sample of their groups.
 
     owns        both files
     waits for   room on the disk, where a step finds none. Without a deadline of its own: a run that finishes no step ends
@@ -81,7 +81,7 @@ class Recording:
             self.lost_lines += 1
 
     def sync(self) -> None:
-        """What was recorded until now is durable when this returns; may be called by another thread. Raises OSError."""
+        """Make all records so far durable; may be called by another thread. Raises OSError."""
         self._metrics.sync()
         self._samples.sync()
 
@@ -91,7 +91,7 @@ class Recording:
 
 
 def spent(directory: Path, steps_done: int) -> Spent:
-    """What a run has used up by the end of this step, by its line of `metrics.jsonl`; of a step without one only the steps."""
+    """The used budget at the end of this step, from its line of `metrics.jsonl`; without one only the steps."""
     lines = read_lines_backwards(directory / "metrics.jsonl") if steps_done else ()
     return next((Spent.until(line) for line in lines if line.get("step") == steps_done), Spent(steps_done))
 

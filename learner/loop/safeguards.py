@@ -1,6 +1,6 @@
-"""What protects a run from its own data: the bound on staleness, failed scores, batches with nothing to learn, steps that are
-not finite, engines that sample from another policy, a policy beyond the limits that are set for it; and the adaptive guard,
-which lowers the target staleness while data look too old.
+"""Checks that protect a run from its own data: the bound on staleness, failed scores, batches with nothing to learn, steps
+that are not finite, engines that sample from another policy, a policy beyond its limits; and the adaptive guard, which
+lowers the target staleness while data look too old.
 
 The hard bound never moves and never depends on the guard; its target only sets how much of the bound is used. Several signals,
 because an effective sample size near 1 alone certifies nothing. Down after `PATIENCE` bad steps in a row, up after `RECOVERY`
@@ -23,13 +23,13 @@ from async_rlhf.learner.step.report import StepReport
 if TYPE_CHECKING:
     from async_rlhf.learner.loop.trainer import TrainerConfig
 
-# The corrections still work on what is so far off, but most of a batch teaches nothing.
+# The corrections still work beyond it, but most of a batch teaches nothing.
 MIN_ESS, _MAX_SECOND_MOMENT, _MAX_CLIP_RATIO = 0.5, 0.1, 0.3
 # One bad step is noise; and a target that was lowered for a reason is raised with more care.
 PATIENCE, RECOVERY, _MARGIN = 3, 10, 0.2
 # Refused, or beyond a limit, in a row: one may be a batch's, three are the model's.
 _MAX_BAD_STEPS = 3
-# Too few scores are no measure of a ratio; a batch of the smallest sensible size already passes this.
+# A ratio needs this many scores to be measured; the smallest sensible batch has them.
 _MIN_SCORES = 8
 # Of fewer tokens a mean is noise.
 _MIN_TOKENS = 64
@@ -38,14 +38,14 @@ _log = logging.getLogger(__name__)
 
 
 class Safeguards:
-    """Ends a run that would go on in vain. Counts what may happen a few times in a row."""
+    """Ends a run that would go on in vain. Counts events that may happen a few times in a row."""
 
     def __init__(self, config: TrainerConfig) -> None:
         self.config = config
         self._in_a_row: dict[str, int] = {}
 
     def _count(self, what: str, happened: bool) -> int:
-        """How many times in a row it has happened."""
+        """Count an event; returns how many times in a row it has happened."""
         self._in_a_row[what] = self._in_a_row.get(what, 0) + 1 if happened else 0
         return self._in_a_row[what]
 
@@ -112,28 +112,28 @@ class Safeguards:
         if report.applied and (report.metrics["mismatch/tokens"] or 0) >= _MIN_TOKENS and not mismatch <= limit:
             raise MismatchError(
                 f"log-probabilities of learner and engine differ by {mismatch:.3g} nats on average over tokens sampled from "
-                f"the same weights; the limit is {limit:g}. One of them computes this model wrong, or another "
-                "one. Compare with engine.kind = 'torch' and float32 on both sides, or raise engine.mismatch_limit to go on"
+                f"the same weights; the limit is {limit:g}. One of them computes wrongly, or computes another model. "
+                "Compare with engine.kind = 'torch' and float32 on both sides, or raise engine.mismatch_limit to go on"
             )
 
     def count_diverged(self, metrics: Mapping[str, Any], step: int) -> None:
         """Raises DivergedError after too many steps in a row beyond one of the guard's limits."""
-        found = beyond(metrics, self.config.guard)
-        if (steps := self._count("diverged", bool(found))) >= _MAX_BAD_STEPS:
+        exceeded = beyond(metrics, self.config.guard)
+        if (steps := self._count("diverged", bool(exceeded))) >= _MAX_BAD_STEPS:
             raise DivergedError(
-                f"the policy was beyond a limit for {steps} steps in a row; step {step} had {', '.join(found)}. "
+                f"the policy was beyond a limit for {steps} steps in a row; step {step} had {', '.join(exceeded)}. "
                 "Change values or the limit with async-rlhf set, and go back with --resume --from-step"
             )
 
 
 class _Limit(NamedTuple):
-    """sign: with +1 a value above the limit is beyond it, with -1 one below. setting: that is named with it."""
-
     name: str
     value: float
     limit: float
     sign: int
+    """With +1 a value above the limit is beyond it, with -1 one below."""
     setting: str = ""
+    """The setting that the message names."""
 
     def excess(self) -> float:
         return self.sign * (self.value - self.limit)
@@ -143,7 +143,7 @@ class _Limit(NamedTuple):
 
 
 def beyond(metrics: Mapping[str, Any], guard: GuardConfig) -> list[str]:
-    """The limits of the guard that a step with these metrics is beyond. What a step does not measure is within."""
+    """The limits of the guard that these metrics of a step exceed. Missing metrics exceed none."""
     divergence = "kl/reference" if metrics.get("kl/reference") is not None else "kl/behaviour"
     limits = [
         _Limit(name, metrics[name], limit, sign, f"guard.{setting} = ")
@@ -170,7 +170,7 @@ class StalenessController:
 
     @property
     def target_staleness(self) -> int | None:
-        """What the hub is given: None where nothing aims below the bound."""
+        """The target for the hub; None where nothing aims below the bound."""
         return self.target if self.config.enabled or self.config.target is not None else None
 
     def follow(self, config: GuardConfig) -> None:
@@ -180,7 +180,7 @@ class StalenessController:
             self._aim_at(self.highest)
 
     def adjust(self, metrics: Mapping[str, Any], step: int) -> None:
-        """After a step with these metrics. One that is missing or None does not count; a step of which nothing is known changes
+        """Move the target after a step with these metrics. Missing metrics and None do not count; a step without any changes
         nothing."""
         clips = [metrics.get(name) for name in ("clip_ratio/region_mean", "is/masked_ratio")]
         measured = {

@@ -1,4 +1,4 @@
-"""Where the learner's batches come from, a hub (`LearnerClient`) or the archive of an earlier run, and the session with it."""
+"""The source of the learner's batches, a hub (`LearnerClient`) or the archive of an earlier run, and the session with it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class ArchiveSource:
-    """The batches of an earlier run, bit for bit and in the same order; what is published goes nowhere."""
+    """The batches of an earlier run, bit for bit and in the same order; publications are ignored."""
 
     def __init__(self, queue_dir: Path) -> None:
         self._batches: Iterator[ArchivedBatch] = read_batches(queue_dir)
@@ -85,11 +85,11 @@ class SourceSession:
         self.begun = -1
         """Groups of lower numbers may be of weights that are not this learner's, whatever their version."""
         self.waited_s = self.broadcast_s = 0.0
-        """Of the last `take`; and for which a publication in this step kept the learner: the beginning of its own, and what was
-        left of the one before."""
+        """Seconds of the last `take`, and seconds that publications kept the learner in this step: the start of its own, and
+        the rest of the one before."""
 
     def take(self, step: int, target_staleness: int | None, try_group: Callable[[Group], None]) -> TakenBatch | str:
-        """The next batch, or why there is none. Groups suspected of having ended learners are tried alone before."""
+        """The next batch, or why there is none. Groups suspected of ending learners are tried alone first."""
 
         def next_batch() -> TakenBatch | str:
             began = time.monotonic()
@@ -104,11 +104,11 @@ class SourceSession:
         return self._registered_at(step, next_batch)
 
     def finish(self, step: int) -> None:
-        """No batch is taken any more, at `step` or later: the hub lets the actors go."""
+        """Take no batch at `step` or later: the hub lets the actors go."""
         self._registered_at(step, lambda: self._source.finish(step))
 
     def _registered_at(self, step: int, call: Callable[[], T]) -> T:
-        """A call that needs a registration; made again after another one when the hub was restarted meanwhile."""
+        """Make a call that needs a registration; after a restart of the hub register again and repeat the call."""
         while True:
             try:
                 if not self._registered:
@@ -138,7 +138,7 @@ class SourceSession:
         self._inform(lambda: self._publish(step, whole=self._exact))
 
     def commit(self, step: int) -> None:
-        """Give up what was trained on before `step`."""
+        """Give up the groups trained on before `step`."""
         if step > self._committed:
             self._committed = step
             self._inform(lambda: self._source.commit(step))
@@ -150,7 +150,7 @@ class SourceSession:
 
     def _register(self, step: int) -> None:
         begun = self._source.register(step, self._committed)
-        if self.begun < 0:  # what a hub that was restarted has begun meanwhile is of this learner's weights
+        if self.begun < 0:  # groups that a restarted hub has begun in the meantime have this learner's weights
             self.begun = begun
         self._recording.begin(step)  # nothing is cut off before the hub has taken this learner
         if self._max_steps is None or step < self._max_steps:
@@ -171,7 +171,7 @@ class SourceSession:
         self.broadcast_s += time.monotonic() - began
 
     def canary(self, step: int) -> Canary:
-        """Of the weights after `step` steps. Raises NonFiniteError where they are of no use any more."""
+        """The canary of the weights after `step` steps. Raises NonFiniteError where they cannot be used any more."""
         try:
             return self._backend.canary(self._text)
         except NonFiniteError as error:

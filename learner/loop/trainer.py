@@ -53,13 +53,13 @@ from async_rlhf.learner.step.report import StepReport
 from async_rlhf.learner.step.torch_machine import learning_rate
 
 _log = logging.getLogger(__name__)
-# Why the hub gives no more batches to a run that is to go on another time.
+# The hub's reason to end batches of a run that will be resumed.
 _DRAINED = "drained"
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """What the loop takes of the whole run: the learner's own sections, and single values of the others."""
+    """The loop's part of a run's configuration: the learner's own sections, and single values of the others."""
 
     learner: LearnerConfig
     loss: LossConfig
@@ -68,7 +68,7 @@ class TrainerConfig:
     max_staleness: int
     composition: Composition
     max_failed_ratio: float
-    """Of the scores of a batch."""
+    """Largest share of failed scores in a batch."""
     sampled_groups: int
     """Groups of every step written to `rollouts.jsonl`."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
@@ -82,7 +82,7 @@ class TrainerConfig:
     mismatch_limit: float = math.inf
     """Largest mean |log-ratio| of learner and engine over tokens that were sampled from the weights a step begins with."""
     max_log_bytes: int | None = None
-    """After which `rollouts.jsonl` begins anew."""
+    """Size after which `rollouts.jsonl` begins anew."""
 
 
 class Trainer:
@@ -107,8 +107,8 @@ class Trainer:
         )
         self._writer = CheckpointWriter(self._checkpoints)
         self.step, self._statistics = 0, Statistics()
-        if (found := newest(directory)) is not None:
-            path, state = found
+        if (checkpoint := newest(directory)) is not None:
+            path, state = checkpoint
             backend.load(path)
             self.step, self._statistics = state["step"], Statistics(state.get("rewards"))
             _log.info("resumed at step %d from %s", self.step, path)
@@ -135,14 +135,14 @@ class Trainer:
         return batch
 
     def _take(self) -> TakenBatch | str:
-        """The next batch, or why there is none: the hub's reason, or what of the budget is used up."""
+        """The next batch, or why there is none: the hub's reason, or the exceeded limit of the budget."""
         ended = self._config.budget.ended(self._spent)
         if not ended or self._is_at_max_steps:  # a run of `max_steps` is ended by the hub
             self._adapt()
             return self._session.take(self.step, self._staleness.target_staleness, self.try_group)
         if self._session.published < self.step:
             self._session.canary(self.step)
-        self._make_durable()  # once the hub has let the actors go, there are no batches to do a step again in another time
+        self._make_durable()  # once the hub has let the actors go, no batches are left to repeat a step
         self._session.finish(self.step)
         return ended
 
@@ -152,7 +152,7 @@ class Trainer:
         return most is not None and self.step >= most
 
     def _adapt(self) -> None:
-        """From the next step on with the values that are then in force. Raises DamagedError."""
+        """Take over the changed values in force from the next step on. Raises DamagedError."""
         values = self._values if self._is_at_max_steps else self._changes.at(self.step + 1)
         if values == self._values:
             return
@@ -169,7 +169,7 @@ class Trainer:
             rewards = self._rewards(groups, self._statistics)
             data = data_metrics(groups, rewards, step, config.max_staleness)
             is_new = all(group.number >= self._session.begun for group in groups)
-            # What scored groups that are older may have been repaired since, and they are taken again at each resumption.
+            # The reward that failed on older groups may have been repaired since; they are taken again at each resumption.
             self._safeguards.check_scores(groups, data["rewards/failed_ratio"] if is_new else 0.0)
             masked = num_masked(groups, rewards, config.loss)
             estimates, constant = self._estimate(groups, rewards)
@@ -182,7 +182,7 @@ class Trainer:
         self.step = step + 1
         self._spent = replace(self._spent, steps=self.step, tokens=self._spent.tokens + data["num_tokens"])
         if self._is_at_max_steps:
-            self._session.canary(self.step)  # no actor adopts the last weights, and they are what the run is for
+            self._session.canary(self.step)  # no actor adopts the last weights, and they are the run's result
         elif self.step % config.learner.publish_every == 0 and not config.budget.ended(self._spent):
             self._session.publish(self.step)
         counted = {"groups/zero_advantage": estimates.zero_advantage_groups, "completions/masked_truncated": masked}
@@ -212,13 +212,13 @@ class Trainer:
                 self._backend.dry_run(updates, self.step)
 
     def _rewards(self, groups: Sequence[Group], statistics: Statistics) -> list[list[float | None]]:
-        """Of each member of each group, after `statistics` have seen them."""
+        """The reward of each member of each group, after `statistics` have seen the scores."""
         rule = self._config.composition
         statistics.observe(rule, (rollout.scores for group in groups for rollout in group.rollouts))
         return [[rule.of(group.columns).reward(rollout.scores, statistics) for rollout in group.rollouts] for group in groups]
 
     def _estimate(self, groups: Sequence[Group], rewards: Rewards) -> tuple[AdvantageEstimates, bool]:
-        """As `estimated`, by this run's settings."""
+        """`estimated` with this run's settings."""
         return estimated(groups, rewards, self._backend, self._config.advantage, self._config.loss)
 
     def _updates(self, groups: Sequence[Group], estimates: AdvantageEstimates) -> list[list[BatchRow]]:
@@ -296,7 +296,7 @@ class Trainer:
         self._session.end(self.step)
 
     def _make_durable(self) -> None:
-        """There is a checkpoint of the present step. Raises CheckpointError when it cannot be written."""
+        """Make a checkpoint of the present step durable. Raises CheckpointError when it cannot be written."""
         writer = self._writer
         writer.wait()
         if self.step > writer.durable:
@@ -322,7 +322,7 @@ def estimated(
 
 @contextmanager
 def _naming(step: int, groups: Sequence[Group]) -> Iterator[None]:
-    """The traceback of what ends the process within names the groups."""
+    """Name the groups in the traceback of an error within."""
     try:
         yield
     except BaseException as error:

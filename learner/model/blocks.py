@@ -30,19 +30,19 @@ _flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cp
 
 
 Span = tuple[int, int, int, int]
-"""As a line of `blocks_B4`."""
+"""A line of `blocks_B4`."""
 
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """[query, end) attend to [key, stop). bias: [1, 1, Q, K] as `attention_bias`; None where all keys are seen, or all before
-    where these are the queries."""
+    """[query, end) attend to [key, stop)."""
 
     query: int
     end: int
     key: int
     stop: int
     bias: Tensor | None
+    """[1, 1, Q, K] as `attention_bias`; None where all keys are seen, or all before where these are the queries."""
 
     @property
     def is_own(self) -> bool:
@@ -55,7 +55,7 @@ class AttentionBlock:
 
 @dataclass(frozen=True)
 class _LayerPlan:
-    """What a layer computes; the last one less."""
+    """The attention blocks that a layer computes; the last layer computes fewer."""
 
     every: Sequence[AttentionBlock]
     last: Sequence[AttentionBlock]
@@ -68,7 +68,7 @@ class _LayerPlan:
 
 
 def attend_in_blocks(model: nn.Module) -> bool:
-    """Let the model's attention take what `planned` gives for a mask, in place; False where it does not go through torch's."""
+    """Let the model's attention take the result of `planned` as its mask, in place; False where it does not use torch's."""
     if not attends_by_name(model):
         return False
     attend_by(model, _NAME, _attention)
@@ -76,19 +76,19 @@ def attend_in_blocks(model: nn.Module) -> bool:
 
 
 def planned(batch: PolicyInputs, reach: Reach, dtype: torch.dtype, last_layer: int | None) -> Tensor:
-    """Of a batch of one row, what to give as `attention_mask` to layers of this reach. last_layer: its number."""
+    """The `attention_mask` argument for layers of this reach, for a batch of one row. last_layer: its number."""
     spans = [(query, end, key, stop) for query, end, key, stop in batch.blocks_B4.tolist()]
     asked = torch.zeros(batch.ids_RL.shape[1], dtype=torch.bool)
     asked[batch.source_N] = True
     every, last = ([*_blocks(each, batch.positions_RL, reach, dtype)] for each in (spans, _asked(spans, asked)))
-    mask: Any = torch.empty(1, 1, 0, 0)  # of four dimensions models pass on as it is; of no size it is of no other use
+    mask: Any = torch.empty(1, 1, 0, 0)  # models pass a mask of four dimensions on unchanged; an empty one has no other effect
     mask.plan = _LayerPlan(every, last, last_layer)
     return cast(Tensor, mask)
 
 
 def _asked(spans: Sequence[Span], asked_T: Tensor) -> Iterator[Span]:
-    """Without the queries before a block's first that is asked for, where those are most of them: what they are as keys then
-    stands before the others."""
+    """Blocks without the queries before the first requested one, where those are most of the block; their keys become a block
+    of their own."""
     before: list[Span] = []
     for query, end, key, stop in spans:
         first = query + int(asked_T[query:end].int().argmax()) if query == key else query
@@ -138,16 +138,16 @@ class _Blockwise(torch.autograd.Function):
         out = torch.zeros_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
         sums = torch.full(query.shape[:-1], -torch.inf, device=query.device)  # logarithms of sums of exponents
         for block in blocks:
-            own, seen = slice(block.query, block.end), slice(block.key, block.stop)
-            q, k, v = query[:, :, own], key[:, :, seen], value[:, :, seen]
-            found, of_block = _flash(q, k, v, 0.0, block.is_causal, attn_mask=block.bias, scale=scale)
+            at, seen = slice(block.query, block.end), slice(block.key, block.stop)
+            q, k, v = query[:, :, at], key[:, :, seen], value[:, :, seen]
+            result, of_block = _flash(q, k, v, 0.0, block.is_causal, attn_mask=block.bias, scale=scale)
             if block.is_own:
-                out[:, :, own], sums[..., own] = found, of_block
+                out[:, :, at], sums[..., at] = result, of_block
             else:
-                joint = torch.logaddexp(sums[..., own], of_block)
-                out[:, :, own].mul_((sums[..., own] - joint).exp_()[..., None])
-                out[:, :, own].addcmul_(found, (of_block - joint).exp_()[..., None])
-                sums[..., own] = joint
+                joint = torch.logaddexp(sums[..., at], of_block)
+                out[:, :, at].mul_((sums[..., at] - joint).exp_()[..., None])
+                out[:, :, at].addcmul_(result, (of_block - joint).exp_()[..., None])
+                sums[..., at] = joint
         ctx.save_for_backward(query, key, value, out, sums)
         ctx.blocks, ctx.scale = blocks, scale
         return out
@@ -157,9 +157,9 @@ class _Blockwise(torch.autograd.Function):
         query, key, value, out, sums = ctx.saved_tensors
         grads = [torch.zeros_like(each) for each in (query, key, value)]
         for block in ctx.blocks:
-            own, seen = slice(block.query, block.end), slice(block.key, block.stop)
-            inputs = grad[:, :, own], query[:, :, own], key[:, :, seen], value[:, :, seen], out[:, :, own], sums[..., own]
+            at, seen = slice(block.query, block.end), slice(block.key, block.stop)
+            inputs = grad[:, :, at], query[:, :, at], key[:, :, seen], value[:, :, seen], out[:, :, at], sums[..., at]
             parts = _flash_backward(*inputs, 0.0, block.is_causal, attn_mask=block.bias, scale=ctx.scale)
-            for whole, where, part in zip(grads, (own, seen, seen), parts, strict=True):
+            for whole, where, part in zip(grads, (at, seen, seen), parts, strict=True):
                 whole[:, :, where].copy_(part) if block.is_own else whole[:, :, where].add_(part)
         return (*grads, None, None)

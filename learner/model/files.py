@@ -33,10 +33,10 @@ def load_model(directory: Path, device: torch.device, dtype: torch.dtype = torch
     return cast(nn.Module, model.to(device).eval())
 
 
-def saved_weights(checkpoint: Path, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of a checkpoint's model, on the CPU. Raises CheckpointError when its names and shapes are not `own`'s."""
+def saved_weights(checkpoint: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of a checkpoint's model, on the CPU. Raises CheckpointError for names and shapes other than `wanted`'s."""
     saved = load_model(checkpoint / "model", torch.device("cpu")).state_dict()
-    ours, theirs = ({name: tuple(tensor.shape) for name, tensor in state.items()} for state in (own, saved))
+    ours, theirs = ({name: tuple(tensor.shape) for name, tensor in state.items()} for state in (wanted, saved))
     if ours != theirs:
         name = next(name for name in [*ours, *theirs] if ours.get(name) != theirs.get(name))
         raise CheckpointError(

@@ -176,7 +176,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _parts(count: int, rows: int, sampling_masks: SamplingMasks | None) -> list[tuple[slice, SamplingMasks | None]]:
-    """The tokens of each chunk, and what they were chosen among."""
+    """The tokens of each chunk, and their sampling masks."""
     parts = [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
     return (
         [(part, None) for part in parts]

@@ -32,11 +32,11 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
 
     asked = f"learner.lora.targets = {list(config.targets)}"
     targets = _linear(model) if config.targets == ("all-linear",) else list(config.targets)
-    own = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
+    adapter = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
-            inject_adapter_in_model(own, model)
+            inject_adapter_in_model(adapter, model)
         except ValueError as error:
             names = sorted({name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)})
             raise ConfigError(f"{asked}: {error}. Layers here: {', '.join(names)}") from error
@@ -52,7 +52,7 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
 
 
 def _linear(model: nn.Module) -> list[str]:
-    """The layers of "all-linear": all but the output layer. Experts that a model keeps as one parameter are none."""
+    """The layers of "all-linear": all linear layers but the output layer. Experts in one parameter are not among them."""
     owner: Any = model
     last = owner.get_output_embeddings()
     linear = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D))
@@ -61,7 +61,7 @@ def _linear(model: nn.Module) -> list[str]:
 
 
 def _check_plain(model: nn.Module, asked: str) -> None:
-    """Raises ConfigError for an adapter of anything else: what would be published and kept of it is not what was learned."""
+    """Raise ConfigError for other adapters: the published and saved weights would not be the learned ones."""
     places = {name.partition(".lora_")[0] for name in adapters(model)}
     of_layers = nn.Linear | Conv1D | nn.Embedding
     plain = {place for place in places if isinstance(getattr(model.get_submodule(place), "base_layer", None), of_layers)}
@@ -110,13 +110,13 @@ def merged(model: nn.Module, named: Mapping[str, Tensor] | None = None) -> dict[
     named: some of the model's parameters (as they are, where the model's own are shared out), each with its adapter; None: all.
     """
     named = {name: p.detach() for name, p in model.named_parameters()} if named is None else named
-    found = {name.replace(_BASE, ""): tensor for name, tensor in named.items() if ".lora_" not in name}
+    weights = {name.replace(_BASE, ""): tensor for name, tensor in named.items() if ".lora_" not in name}
     for place, layer in _adapted(model):
         if f"{place}{_BASE}.weight" in named:
             product = named[f"{place}.lora_B.{_NAME}.weight"] @ named[f"{place}.lora_A.{_NAME}.weight"]
             product = product.T if layer.fan_in_fan_out else product
-            found[f"{place}.weight"] = found[f"{place}.weight"] + product * layer.scaling[_NAME]
-    return found
+            weights[f"{place}.weight"] = weights[f"{place}.weight"] + product * layer.scaling[_NAME]
+    return weights
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -137,7 +137,7 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def factors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Of every adapted parameter W its `<name>.lora_A` [r, columns] and `<name>.lora_B` [rows, r], W' = W + B A; float32."""
+    """`<name>.lora_A` [r, columns] and `<name>.lora_B` [rows, r] of every adapted parameter W; W' = W + B A; float32."""
     for place, layer in _adapted(model):
         a, b = (half[_NAME].weight.detach().float() for half in (layer.lora_A, layer.lora_B))
         b = b * layer.scaling[_NAME]
@@ -157,21 +157,21 @@ def write_adapter(directory: Path, weights: Mapping[str, Tensor], config: LoraCo
     from peft import LoraConfig as PeftConfig
 
     layers = sorted({name.partition(".lora_")[0] for name in weights})
-    own = PeftConfig(task_type="CAUSAL_LM", r=config.rank, lora_alpha=config.alpha, target_modules=layers, lora_dropout=0.0)
-    own.save_pretrained(str(directory))
+    adapter = PeftConfig(task_type="CAUSAL_LM", r=config.rank, lora_alpha=config.alpha, target_modules=layers, lora_dropout=0.0)
+    adapter.save_pretrained(str(directory))
     save_file({_in_peft(name): tensor for name, tensor in weights.items()}, directory / "adapter_model.safetensors")
 
 
-def read_adapter(directory: Path, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The adapters of a checkpoint, with the names and shapes of `own`. Raises CheckpointError when they have others."""
+def read_adapter(directory: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The adapters of a checkpoint, with the names and shapes of `wanted`. Raises CheckpointError when they have others."""
     file, checkpoint = directory / "adapter_model.safetensors", directory.parent.name
     if not file.exists():
         raise CheckpointError(f"checkpoint {checkpoint} has no adapters; it was made with learner.lora.rank = 0")
     saved = load_file(file)
-    for name, tensor in own.items():
+    for name, tensor in wanted.items():
         if _in_peft(name) not in saved or saved[_in_peft(name)].shape != tensor.shape:
             raise CheckpointError(f"checkpoint {checkpoint} has other adapters than learner.lora asks for: {name}")
-    return {name: saved[_in_peft(name)] for name in own}
+    return {name: saved[_in_peft(name)] for name in wanted}
 
 
 def _in_peft(name: str) -> str:

@@ -39,9 +39,9 @@ _SAME_LOGITS = 1e-5
 _LARGE = 1e4
 # Mean difference of log-probabilities, in nats. Rounding in float32 makes 1e-6 to 1e-5; a wrong mask or state 1e-2 and more.
 MAX_DIFFERENCE = 5e-4
-# What families call the attention of a layer.
+# The families' names of a layer's attention.
 _ATTENTION = frozenset({"attn", "self_attn", "attention", "self_attention"})
-# What `learner.compile` compiles with, and how many forms of a layer at most.
+# The backend of `learner.compile`, and the most forms of a layer.
 _COMPILER = "inductor"
 _MAX_VARIANTS = 64
 
@@ -59,7 +59,7 @@ class Critic(nn.Module):
         nn.init.zeros_(self.value.bias)
 
     def forward(self, hidden_ND: Tensor | None, inputs: Mapping[str, Any], source_N: Tensor) -> Tensor:
-        """`hidden_ND` are the policy's states, `inputs` what its trunk was given."""
+        """`hidden_ND` are the policy's states, `inputs` the arguments of its trunk."""
         if self.trunk is not None:
             hidden_ND = self.trunk(**inputs).last_hidden_state.flatten(0, 1)[source_N]
         assert hidden_ND is not None, "a head without the policy's states"
@@ -70,9 +70,9 @@ class Critic(nn.Module):
 
 
 class Predicted(NamedTuple):
-    """Of each token, with gradients: log-probability, entropy and value, float32 [N]. Its energy, without (see `token_energy`).
-    others: int64 [N, K], other tokens in its place, which `logp_others_NK`, float32 with gradients, is of. None: what there is
-    not, or was not asked for."""
+    """Log-probability, entropy and value of each token, float32 [N] with gradients; its energy (see `token_energy`), without.
+    others_NK: int64 [N, K], other tokens in its place; logp_others_NK: float32 [N, K], with gradients. None: not available,
+    or not requested."""
 
     logp_N: Tensor
     entropy_N: Tensor
@@ -101,17 +101,17 @@ class Policy(nn.Module):
         self.sharing = self.sharings[0]
         self.critic: Critic | None = None
         if with_critic and config.critic.kind != "none":
-            own = copy.deepcopy(self.trunk) if config.critic.kind == "model" else None
-            if own is not None and config.critic.freeze_attention:
-                _freeze_attention(own)
-            self.critic = Critic(self.output_layer.weight.shape[1], own).to(self.device)
+            trunk = copy.deepcopy(self.trunk) if config.critic.kind == "model" else None
+            if trunk is not None and config.critic.freeze_attention:
+                _freeze_attention(trunk)
+            self.critic = Critic(self.output_layer.weight.shape[1], trunk).to(self.device)
         self._autocast = torch.bfloat16 if config.dtype == "bfloat16" else None
         self.compiled = config.compile
         self._replay: RoutingReplay | None = None
         if config.ranks_per_row == 1 and not config.compile:
-            with suppress(ConfigError):  # a model of which nothing is recorded
+            with suppress(ConfigError):  # a model whose experts cannot be recorded
                 self._replay = RoutingReplay(model)
-        self.routing = None if self._replay is None else self._replay.routing  # of what passes replay
+        self.routing = None if self._replay is None else self._replay.routing  # the routing that passes replay
         if config.gradient_checkpointing:
             _checkpoint_gradients(model, self._replay)
         if config.compile:
@@ -166,14 +166,14 @@ class Policy(nn.Module):
         return int(self.model.get_input_embeddings().num_embeddings)
 
     def forward(self, batch: MicroBatch, energies: bool = False, others: int | Tensor = 0) -> Predicted:
-        """energies: whether they are asked for. others: so many of the likeliest tokens (at most all), or these."""
+        """energies: compute them too. others: the number of likeliest tokens (at most all), or the tokens themselves."""
         if self._sequence_ranks == 1:
             return self._forward(batch, self._mask(batch, self._autocast), self._autocast, energies, others)
         share = Share.of(batch, dist.get_rank(), self._sequence_ranks)
         masks = self._masks(share.blocks_B4, share.positions_RL, self._autocast)
-        own = others if isinstance(others, int) else others[share.index_M]
-        found = self._forward(share.own, masks, self._autocast, energies, own)
-        return Predicted(*(None if each is None else share.joined(each) for each in found))  # type: ignore[arg-type]
+        wanted = others if isinstance(others, int) else others[share.index_M]
+        predicted = self._forward(share.own, masks, self._autocast, energies, wanted)
+        return Predicted(*(None if each is None else share.joined(each) for each in predicted))  # type: ignore[arg-type]
 
     def values(self, batch: MicroBatch) -> Tensor:
         """float32 [N]: those of a critic with a trunk of its own, without a pass of the policy."""
@@ -188,8 +188,8 @@ class Policy(nn.Module):
         return self._forward(batch, self._mask(batch, None), None).logp_N
 
     def _mask(self, batch: MicroBatch, dtype: torch.dtype | None) -> Any:
-        """What the model takes as `attention_mask`. Rows of one piece need no mask of ours: padding stands on the right, where
-        nothing looks. Without one attention takes its fastest kernels."""
+        """The model's `attention_mask` argument. Rows of one piece need no mask of ours: padding stands on the right, where no
+        token attends. Without a mask attention takes its fastest kernels."""
         if not batch.is_packed:
             return None
         if self.sharing == "blocks" and self.attention is not None and len(batch.ids_RL) == 1:
@@ -227,7 +227,7 @@ class Policy(nn.Module):
                 logp_NJ = token_logprobs(logits_NV, ids_NJ, batch.temperature_N, masks)
                 entropy_N = token_entropy(logits_NV, batch.temperature_N, masks)
                 energy_N = token_energy(logits_NV, batch.target_N, batch.temperature_N, masks).detach() if energies else None
-            # By name: of tensors given by place DeepSpeed's hooks make others, and the plan of a mask would be lost.
+            # By name: DeepSpeed's hooks replace positional tensors, and the plan of a mask would be lost.
             value_N = None if self.critic is None else self.critic(hidden_ND, inputs=inputs, source_N=batch.source_N)
         of_others = (ids_NJ[:, 1:], logp_NJ[:, 1:]) if ids_NJ.shape[1] > 1 else (None, None)
         return Predicted(logp_NJ[:, 0], entropy_N, value_N, energy_N, *of_others)
@@ -239,7 +239,7 @@ class Policy(nn.Module):
         return token_logprobs(logits, ids[1:], torch.ones(len(ids) - 1, device=ids.device))
 
     def _plainly(self) -> AbstractContextManager[Any]:
-        """Within, nothing is compiled: what the rest is held to, and what is computed once."""
+        """Within, nothing is compiled: for comparisons and for single computations."""
         return torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
 
     @torch.no_grad()
@@ -253,12 +253,12 @@ class Policy(nn.Module):
         plain = head(self.trunk(input_ids=ids, use_cache=False).last_hidden_state)
         scale = _LARGE / float(plain.abs().max().clamp(min=1e-30))
         with head.register_forward_hook(lambda module, inputs, logits: logits * scale):  # small ones would not show a cap
-            own = self.model(input_ids=ids, use_cache=False).logits
-        return bool((own - plain * scale).abs().max() < _SAME_LOGITS * _LARGE)
+            capped = self.model(input_ids=ids, use_cache=False).logits
+        return bool((capped - plain * scale).abs().max() < _SAME_LOGITS * _LARGE)
 
 
 def _inputs(batch: PolicyInputs, masks: Any) -> dict[str, Any]:
-    """What a trunk is given."""
+    """The arguments of a trunk."""
     inputs: dict[str, Any] = {"input_ids": batch.ids_RL, "use_cache": False}
     return inputs if masks is None else inputs | {"position_ids": batch.positions_RL, "attention_mask": masks}
 
@@ -278,7 +278,7 @@ def _layers(module: nn.Module) -> list[nn.Module]:
 
 
 def _checkpoint_gradients(model: nn.Module, replay: RoutingReplay | None) -> None:
-    """Layers forget what they computed and compute it again in the backward pass."""
+    """Let layers drop their activations and compute them again in the backward pass."""
     options: dict[str, Any] = {"use_reentrant": False} | ({} if replay is None else {"context_fn": replay.again})
     # Before transformers 5.24 it has the other name only.
     name = "activation_checkpointing_enable"
@@ -337,12 +337,12 @@ def check_together(policy: Policy, other: Policy) -> None:
 
 
 def _difference(policy: Policy, group: Group, plain: Tensor) -> float:
-    """Mean |log-probability - plain| of the tokens of the group; infinite where one of them is no number."""
+    """Mean |log-probability - plain| of the tokens of the group; infinite where one of them is NaN."""
     rows = make_rows([group], [[0.0] * len(group.rollouts)])
     batches = make_micro_batches(rows, Packing(1 << 30, policy.sharing))
-    found = torch.cat([policy.exactly(batch.to(policy.device)) for batch in batches])
+    logp = torch.cat([policy.exactly(batch.to(policy.device)) for batch in batches])
     # Micro-batches hold the longest rows first, and the group has its completions in that order.
-    return float((found - plain).abs().mean().nan_to_num(torch.inf))
+    return float((logp - plain).abs().mean().nan_to_num(torch.inf))
 
 
 def _plain(policy: Policy, group: Group, rollout: Rollout) -> Tensor:

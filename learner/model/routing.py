@@ -27,17 +27,17 @@ class RoutingReplay:
     experts cannot be recorded, or are mixed otherwise."""
 
     def __init__(self, model: nn.Module) -> None:
-        found = routers(model)
-        self.routing = Routing(len(found), found[0].top_k, found[0].num_experts)
+        modules = routers(model)
+        self.routing = Routing(len(modules), modules[0].top_k, modules[0].num_experts)
         self._kind = str(model.config.get_text_config().model_type)  # type: ignore[union-attr, operator]
         self._experts_PMk: Tensor | None = None
-        self._check(found[0])
-        for layer, router in enumerate(found):
+        self._check(modules[0])
+        for layer, router in enumerate(modules):
             router.register_forward_hook(partial(self._replace, layer))
 
     @contextmanager
     def given(self, experts_PMk: Tensor | None) -> Iterator[None]:
-        """Within, passes are over these positions. int16; -1 leaves the choice to the router."""
+        """Within, passes replay these experts. int16; -1 leaves the choice to the router."""
         before, self._experts_PMk = self._experts_PMk, experts_PMk
         try:
             yield
@@ -45,11 +45,11 @@ class RoutingReplay:
             self._experts_PMk = before
 
     def again(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """For a part of a pass and for its recomputation in the backward pass, which may come when others are given."""
+        """Contexts of a part of a pass and of its recomputation in the backward pass, which may come when others are given."""
         return nullcontext(), self.given(self._experts_PMk)
 
     def _replace(self, layer: int, router: Any, inputs: Any, outputs: Any) -> Any:
-        """What the router would return if it had chosen the experts of this layer; None leaves its outputs."""
+        """The router's outputs as if it had chosen the given experts of this layer; None leaves its outputs."""
         if self._experts_PMk is None:
             return None
         logits_PE, weights_Pk, own_Pk = outputs
@@ -68,7 +68,7 @@ class RoutingReplay:
 
     @torch.no_grad()
     def _check(self, router: Any) -> None:
-        """Of a router's own choice the weights are its own."""
+        """Check that `_weights` gives a router's own weights for its own choice. Raises ConfigError."""
         states = torch.randn(8, router.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(router.weight)
         logits_PE, weights_Pk, own_Pk = router(states)
         if not torch.allclose(self._weights(router, logits_PE, own_Pk).to(weights_Pk.dtype), weights_Pk, rtol=1e-5):

@@ -28,14 +28,17 @@ _NAME = "ulysses"
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank computes of a micro-batch. own: its positions and the M tokens they predict. blocks_B4, positions_RL: of
-    whole rows, padded to a multiple of n. index_M: which tokens of the micro-batch they are; num_tokens: N."""
+    """One rank's share of a micro-batch."""
 
     own: PolicyInputs
+    """Its positions and the M tokens they predict."""
     blocks_B4: Tensor
+    """Blocks of whole rows, which are padded to a multiple of n, as are `positions_RL`."""
     positions_RL: Tensor
     index_M: Tensor
+    """The M tokens' indices in the micro-batch."""
     num_tokens: int
+    """N."""
 
     @classmethod
     def of(cls, batch: MicroBatch, rank: int, size: int) -> Share:
@@ -47,7 +50,7 @@ class Share:
         mine = slice(rank * width, (rank + 1) * width)
         row_N, position_N = batch.source_N // length, batch.source_N % length
         index = (position_N // width == rank).nonzero()[:, 0]
-        own = PolicyInputs(
+        part = PolicyInputs(
             ids_RL=pad(batch.ids_RL, (0, whole - length))[:, mine],
             positions_RL=positions[:, mine],
             blocks_B4=blocks,
@@ -56,7 +59,7 @@ class Share:
             temperature_N=batch.temperature_N[index],
             **({} if batch.sampling_masks is None else batch.sampling_masks.of(index)._asdict()),
         )
-        return cls(own, blocks, positions, index, batch.num_tokens)
+        return cls(part, blocks, positions, index, batch.num_tokens)
 
     def joined(self, value_M: Tensor) -> Tensor:
         """[N] or [N, K]: every token's, from the rank that has it; the gradient goes to the own ones."""

@@ -161,7 +161,7 @@ def reinforce_pp(tokens: Tokens, *, gamma: float) -> Float32Array:
 
 
 def normalised(advantage_N: Float32Array) -> Float32Array:
-    """[N]: mean 0 and standard deviation 1 over all tokens; only the mean is taken off what is constant."""
+    """[N]: normalised to mean 0 and standard deviation 1 over all tokens; constant advantages only lose their mean."""
     centred = advantage_N.astype(np.float64) - advantage_N.mean(dtype=np.float64)
     std = float(np.sqrt(np.mean(centred**2)))
     scaled: Float32Array = (centred / std if std >= EPSILON else centred).astype(np.float32)

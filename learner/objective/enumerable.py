@@ -72,7 +72,7 @@ def towards(logits: Tensor, teacher: Tensor, prefixes: Tensor, *, forward: bool)
 
 
 def later(logits: Tensor, reward: Tensor, steps: int) -> Tensor:
-    """The policy after `steps` of exact gradient ascent: what a learner is when its data were sampled so many steps ago."""
+    """The policy after `steps` of exact gradient ascent, like a learner whose data were sampled that many steps ago."""
     for _ in range(steps):
         logits = logits + 0.5 * exact_gradient(logits, reward).reshape(C, V)
     return logits
@@ -85,14 +85,14 @@ def inputs_for(
     many of the likeliest tokens of each place, beside a reference."""
     now = logprobs(current).flatten()
     other_NK = None if reference is None else _likeliest(current, reference, top)
-    each = torch.arange(Y)
+    index = torch.arange(Y)
     return LossInputs(
         logp_current_N=now.clone().requires_grad_(),
         logp_proximal_N=now,
         logp_behaviour_N=logprobs(behaviour).flatten(),
         advantage_N=advantage_Y.repeat_interleave(T),
-        sequence_N=each.repeat_interleave(T),
-        group_S=each,
+        sequence_N=index.repeat_interleave(T),
+        group_S=index,
         staleness_N=torch.full((Y * T,), staleness),
         logp_reference_N=None if reference is None else logprobs(reference).flatten(),
         logp_current_NK=None if other_NK is None else _likeliest(current, current, top),
@@ -104,10 +104,10 @@ def gradients(inputs: LossInputs, config: LossConfig, logits: Tensor) -> Tensor:
     """float64 [Y, P]: the ascent direction each completion alone gives, in the unit of its sum over tokens."""
     leaf_NV = logits[PREFIXES].reshape(Y * T, V).requires_grad_()
     logp_NV = torch.log_softmax(leaf_NV, -1)
-    own = {"logp_current_N": logp_NV.gather(1, COMPLETIONS.reshape(-1, 1)).squeeze(1)}
+    logps = {"logp_current_N": logp_NV.gather(1, COMPLETIONS.reshape(-1, 1)).squeeze(1)}
     if inputs.logp_current_NK is not None:
-        own["logp_current_NK"] = logp_NV.topk(inputs.logp_current_NK.shape[1]).values
-    (found_NV,) = torch.autograd.grad(objective(replace(inputs, **own), config).total, leaf_NV)
+        logps["logp_current_NK"] = logp_NV.topk(inputs.logp_current_NK.shape[1]).values
+    (found_NV,) = torch.autograd.grad(objective(replace(inputs, **logps), config).total, leaf_NV)
     at = torch.arange(Y)[:, None], PREFIXES
     return torch.zeros(Y, C, V, dtype=torch.float64).index_put_(at, -found_NV.reshape(Y, T, V)).reshape(Y, C * V)
 

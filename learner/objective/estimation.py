@@ -28,34 +28,33 @@ Rewards = Sequence[Sequence[float | None]]
 
 @dataclass(frozen=True)
 class PolicyEvaluation:
-    """Of one completion, before the first update of a step; float32 [T], None for what the run has no use for.
-
-    logp_proximal: under the learner's own policy. logp_reference: under the frozen reference. value: the critic's
-    estimate of the return from just before each token on. energy: |d log p / dz|^2 of each token, z the logits.
-    """
+    """An evaluation of one completion before the first update of a step; float32 [T], None for values the run does not need."""
 
     logp_proximal: Float32Array
+    """Under the learner's own policy."""
     logp_reference: Float32Array | None = None
+    """Under the frozen reference."""
     value: Float32Array | None = None
+    """The critic's estimate of the return from just before each token on."""
     energy: Float32Array | None = None
+    """|d log p / dz|^2 of each token, z the logits."""
 
 
 @dataclass(frozen=True)
 class TokenTargets:
-    """What one completion's tokens are worth, where a number per completion is not enough; float32 [T].
-
-    observed: None where the step asked for no evaluation. advantage replaces the completion's own. mask multiplies weights, and
-    leaves tokens of 0 out of numerators only: it comes from corrections that look at the whole batch. returns are what the
-    critic is fitted to.
-    """
+    """Targets of one completion's tokens, where a number per completion is not enough; float32 [T]."""
 
     observed: PolicyEvaluation | None = None
+    """None where the step requested no evaluation."""
     advantage: Float32Array | None = None
+    """Replaces the completion's own advantage."""
     mask: Float32Array | None = None
+    """Multiplies weights, and leaves tokens of 0 out of numerators only: it comes from corrections over the whole batch."""
     returns: Float32Array | None = None
+    """The critic is fitted to them."""
 
     def named(self) -> dict[str, Float32Array]:
-        """What there is beside the advantage, as a micro-batch names it."""
+        """The values beside the advantage that are not None, under a micro-batch's names."""
         seen = self.observed
         observed = {} if seen is None else {name: each for name, each in vars(seen).items() if name != "energy"}
         found = {"mask": self.mask, "return": self.returns, **observed}
@@ -95,17 +94,17 @@ def _numbered(groups: Sequence[Sequence[Any]]) -> Iterator[tuple[int, Sequence[A
 
 
 def _counting(rewards: Rewards) -> dict[int, float]:
-    """The rewards there are, by the completion's place in the batch."""
+    """The rewards that are not None, by the completion's index in the batch."""
     return {index: reward for index, reward in enumerate(chain.from_iterable(rewards)) if reward is not None}
 
 
 def _nested(numbers: Mapping[int, float], like: Rewards) -> list[list[float | None]]:
-    """By place in the batch to by group and member."""
+    """Numbers by index in the batch, regrouped by group and member."""
     return [[numbers.get(index) for index in range(first, first + len(group))] for first, group in _numbered(like)]
 
 
 def without_truncated(groups: Sequence[Group], rewards: Rewards) -> list[list[float | None]]:
-    """The rewards of the completions that came to their end; None for those that a budget of tokens cut (`is_truncated`).
+    """The rewards of the completions that are not truncated (`is_truncated`); None for the others.
 
     Leaving these out is the overlong filtering of DAPO (Yu et al. 2025, arXiv 2503.14476, section 3.4).
     """
@@ -154,8 +153,8 @@ def estimate_advantages(
         values = kept if from_teacher else _counting(_from_rewards(_penalised(rewards, evaluated, loss), advantage))
         targets = {index: TokenTargets(seen) for index, seen in evaluated.items()}
     else:
-        found = _of_tokens(groups, rewards, chosen, evaluated, advantage, loss)
-        targets = {index: replace(found[index], observed=evaluated.get(index)) for index in kept}
+        by_token = _of_tokens(groups, rewards, chosen, evaluated, advantage, loss)
+        targets = {index: replace(by_token[index], observed=evaluated.get(index)) for index in kept}
         # a completion's own advantage, for the record, is the mean of its tokens'
         values = {index: float(each.advantage.mean()) for index, each in targets.items() if each.advantage is not None}
     estimates = AdvantageEstimates(_nested({index: values[index] for index in kept}, chosen), targets)
@@ -172,7 +171,7 @@ def _of_tokens(
     advantage: AdvantageConfig,
     loss: LossConfig,
 ) -> dict[int, TokenTargets]:
-    """By index, of all that count at least: an advantage for each token, from one of three comparisons."""
+    """By index, for all completions that count: an advantage for each token, from one of three comparisons."""
     if advantage.needs_energy:
         return _from_siblings(groups, rewards, evaluated, advantage, loss)
     if advantage.level == "turn":
@@ -182,7 +181,7 @@ def _of_tokens(
 
 
 def check_estimator(config: AdvantageConfig) -> None:
-    """Call the estimator once on made-up rewards. Raises ConfigError when it raises, or gives what no step could use.
+    """Call the estimator once on made-up rewards. Raises ConfigError when it raises, or its result is unusable.
 
     Found here, the defect ends a run before its first step; later the groups of the batch would be suspected.
     """
@@ -195,8 +194,8 @@ def check_estimator(config: AdvantageConfig) -> None:
             given = [each.tolist() for each in _of_members([0.0, 1.0, 0.5], [*of_tokens, of_tokens[0]], config)]
         elif advantage_spec(config.kind).level == "tokens":
             values, log_ratios = ([each * factor for each in of_tokens] for factor in (0.5, 0.1))
-            found = token_estimates(of_tokens, config, values, log_ratios)
-            given = [each.tolist() for one in found for each in (one.advantage, one.returns) if each is not None]
+            estimates = token_estimates(of_tokens, config, values, log_ratios)
+            given = [each.tolist() for one in estimates for each in (one.advantage, one.returns) if each is not None]
         else:
             given = _from_rewards(rewards, config)
         if not np.isfinite([number for each in given for number in each if number is not None]).all():
@@ -213,18 +212,18 @@ def _estimator(config: AdvantageConfig) -> Callable[..., Any]:
 def _from_rewards(rewards: Rewards, config: AdvantageConfig) -> list[list[float | None]]:
     function = _estimator(config)
     values = [function(group) for group in rewards]
-    for group, own in zip(rewards, values, strict=True):
-        if [value is None for value in own] != [reward is None for reward in group]:
+    for group, estimates in zip(rewards, values, strict=True):
+        if [value is None for value in estimates] != [reward is None for reward in group]:
             raise ValueError(
-                f"advantage.kind = {config.kind!r} gave {list(own)} for the rewards {list(group)}: it must give one number for "
-                "each reward, and None where the reward is None"
+                f"advantage.kind = {config.kind!r} gave {list(estimates)} for the rewards {list(group)}: it must give one "
+                "number for each reward, and None where the reward is None"
             )
     return [list(own) for own in values]
 
 
 def turn_returns(rollout: Rollout, reward: float) -> list[float]:
-    """Of each turn t: R_t = r + sum of s_k over k >= t, the reward and what the environment gave for it and later ones; of an
-    agent's R_t = r + s_t, for its calls are of several conversations."""
+    """The return of each turn t: R_t = r + sum of s_k over k >= t, the reward plus the environment's scores of this and later
+    turns; for an agent R_t = r + s_t, since its calls belong to several conversations."""
     turns, scores = len(rollout.turn_lengths), rollout.turn_scores
     if len(scores) == turns:
         return [reward + (score or 0.0) for score in scores]
@@ -236,31 +235,31 @@ def turn_returns(rollout: Rollout, reward: float) -> list[float]:
 
 def _from_turns(groups: Sequence[Group], rewards: Rewards, config: AdvantageConfig) -> dict[int, TokenTargets]:
     """By index: turn t of a completion is compared with turn t of those of its group that count and have one."""
-    function, found = _estimator(config), dict[int, TokenTargets]()
-    for group, (first, own) in zip(groups, _numbered(rewards), strict=True):
-        returns = [[] if r is None else turn_returns(rollout, r) for rollout, r in zip(group.rollouts, own, strict=True)]
+    function, targets = _estimator(config), dict[int, TokenTargets]()
+    for group, (first, members) in zip(groups, _numbered(rewards), strict=True):
+        returns = [[] if r is None else turn_returns(rollout, r) for rollout, r in zip(group.rollouts, members, strict=True)]
         turns = range(max(map(len, returns)))
         advantages = [function([of_one[t] if t < len(of_one) else None for of_one in returns]) for t in turns]
         for member, (rollout, of_one) in enumerate(zip(group.rollouts, returns, strict=True)):
             if of_one:
                 of_turns = [advantages[t][member] for t in range(len(of_one))]
                 repeated = np.repeat(of_turns, rollout.turn_lengths).astype(np.float32)
-                found[first + member] = TokenTargets(advantage=repeated)
-    return found
+                targets[first + member] = TokenTargets(advantage=repeated)
+    return targets
 
 
 def _from_siblings(
     groups: Sequence[Group], rewards: Rewards, evaluated: Evaluated, config: AdvantageConfig, loss: LossConfig
 ) -> dict[int, TokenTargets]:
     """By index: each token of a completion is compared with the same token of those of its group that count."""
-    found = dict[int, TokenTargets]()
-    for group, (first, own) in zip(groups, _numbered(rewards), strict=True):
-        counting = {first + member: reward for member, reward in enumerate(own) if reward is not None}
+    targets = dict[int, TokenTargets]()
+    for group, (first, members) in zip(groups, _numbered(rewards), strict=True):
+        counting = {first + member: reward for member, reward in enumerate(members) if reward is not None}
         energies = [_energy(group.rollouts[index - first], evaluated.get(index), loss) for index in counting]
         if energies:
-            each = _of_members([*counting.values()], energies, config)
-            found |= {index: TokenTargets(advantage=one) for index, one in zip(counting, each, strict=True)}
-    return found
+            advantages = _of_members([*counting.values()], energies, config)
+            targets |= {index: TokenTargets(advantage=one) for index, one in zip(counting, advantages, strict=True)}
+    return targets
 
 
 def _energy(rollout: Rollout, seen: PolicyEvaluation | None, loss: LossConfig) -> Float32Array:
@@ -290,7 +289,7 @@ def _penalised(rewards: Rewards, evaluated: Evaluated, loss: LossConfig) -> Rewa
 
 
 def _costs(seen: PolicyEvaluation | None, loss: LossConfig) -> Float32Array:
-    """float32 [T]: what each token loses of its reward to the divergence from the reference."""
+    """float32 [T]: the penalty of each token for the divergence from the reference."""
     if seen is None or seen.logp_reference is None:
         raise ValueError("loss.kl_coef needs log-probabilities under the reference")
     penalty = kl_penalty(seen.logp_proximal, seen.logp_reference, loss.kl_estimator)
@@ -339,11 +338,11 @@ def token_estimates(
     end_N = np.zeros(sum(whole), np.bool_)
     end_N[np.cumsum(pieces) - 1] = True
     value_N, log_ratio_N = (np.concatenate([np.zeros(0, np.float32), *each]) for each in (values, log_ratios))
-    found = _estimator(config)(Tokens(np.concatenate(rewards), value_N, log_ratio_N, end_N, np.repeat(whole, whole)))
-    advantage_N, return_N = found if config.needs_critic else (found, None)
-    for each in (advantage_N,) if return_N is None else (advantage_N, return_N):
-        if np.shape(each) != end_N.shape:
-            raise ValueError(f"gave numbers of the shape {np.shape(each)} for {len(end_N)} tokens")
+    estimates = _estimator(config)(Tokens(np.concatenate(rewards), value_N, log_ratio_N, end_N, np.repeat(whole, whole)))
+    advantage_N, return_N = estimates if config.needs_critic else (estimates, None)
+    for numbers in (advantage_N,) if return_N is None else (advantage_N, return_N):
+        if np.shape(numbers) != end_N.shape:
+            raise ValueError(f"gave numbers of the shape {np.shape(numbers)} for {len(end_N)} tokens")
     borders = np.cumsum(whole)[:-1]
     if return_N is None:
         return [TokenTargets(advantage=each) for each in np.split(advantage_N, borders)]
@@ -374,7 +373,7 @@ def _masked(
 
 
 def _mean_weight(proximal_N: Float32Array, behaviour_N: Float32Array, lengths: Sequence[int], loss: LossConfig) -> np.float32:
-    """Of tokens, or of completions where each has one; left out is what is no number, which refuses the step by itself."""
+    """The mean over tokens, or over completions where each has one weight; without NaN, which refuses the step by itself."""
     sequence_N = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     weight_N = importance_weight(torch.from_numpy(proximal_N), torch.from_numpy(behaviour_N), sequence_N, loss).numpy()
     of_completions = loss.is_level != "token" or loss_spec(loss.kind).level == "sequence"

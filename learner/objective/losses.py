@@ -63,7 +63,7 @@ def clipped_surrogate(r: Tensor, advantage: Tensor, clip: Clip) -> tuple[Tensor,
 
 
 def _region(outside_N: Tensor) -> Mapping[str, Tensor]:
-    """What every loss that clips records: tokens outside its region, or at its limit."""
+    """The metric of every loss that clips: tokens outside its region, or at its limit."""
     return {"clip_ratio/region_mean": outside_N.float().sum()}
 
 
@@ -100,7 +100,7 @@ def _sequences(inputs: LossInputs) -> tuple[Tensor, Tensor]:
 
 
 def _summed(inputs: LossInputs, each_N: Tensor) -> Tensor:
-    """[S]: over each completion's tokens; what is not exponentiated needs no clamp."""
+    """[S]: the sum over each completion's tokens; sums that are not exponentiated need no clamp."""
     return each_N.new_zeros(len(inputs.group_S)).index_add(0, inputs.sequence_N, each_N)
 
 

@@ -81,7 +81,7 @@ class LossOutputs:
 
 @dataclass(frozen=True)
 class Counts:
-    """How much there is to learn from in one optimizer update, over all its micro-batches and ranks, masked or not."""
+    """Tokens and completions of one optimizer update, over all its micro-batches and ranks, masked or not."""
 
     num_tokens: int
     num_sequences: int
@@ -89,7 +89,7 @@ class Counts:
 
 
 def denominator(config: LossConfig, counts: Counts, longest: int | None = None) -> float:
-    """What the sum of an update is divided by: a constant of the data, never of masks or weights.
+    """The divisor of an update's sum: a constant of the data, never of masks or weights.
 
     token: every token weighs the same. sequence: every completion does. fixed: every token does, and the divisor is the
     number of completions times `longest`, the most tokens that one can have, so that it does not move with the lengths (Dr.
@@ -120,8 +120,8 @@ def objective(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     none, all_N = weight_N.new_zeros(()), weight_N.sum()
     sums = {"clip_ratio/region_mean": none, "is/masked_ratio": none, "is/clamped_ratio": none, "is/weight_mean": all_N}
     if kind.corrects != "nothing":
-        weight_N, own = _correction(inputs, config)
-        sums |= own
+        weight_N, corrected = _correction(inputs, config)
+        sums |= corrected
     terms, own_sums = load_function("loss", config.kind)(inputs, weight_N, **config.arguments)
     per_token_N = _per_token(inputs, config, sums)
     if kind.level == "token":

@@ -27,7 +27,7 @@ _CLOSE_SUMS = 1e-5  # they may be float32
 # Of three groups of two completions; where a loss is given the best alone, each second one is left out.
 _LENGTHS = (3, 1, 4, 2, 5, 3)
 _DIRECTION = 0.99
-# What of the inputs a loss reads, by its declaration; `current` without one.
+# The inputs that a loss reads, by its declaration; `current` without one.
 _READ = {
     "current": ("logp_current_N", "logp_current_NK"),
     "proximal": ("logp_proximal_N",),
@@ -39,11 +39,11 @@ _READ = {
 
 @dataclass(frozen=True)
 class Law:
-    """holds: None where it does not apply. detail: the number behind it, or what went wrong."""
-
     name: str
     holds: bool | None
+    """None where it does not apply."""
     detail: str
+    """The number behind it, or the error."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,6 @@ class LossTrial:
         return all(law.holds is not False for law in self.laws)
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
         return {**asdict(self), "holds": self.holds}
 
 
@@ -109,15 +108,15 @@ def check_loss(config: LossConfig) -> None:
 def lines(trial: LossTrial) -> list[str]:
     """A trial as a table."""
     declared = ", ".join(f"{name} = {value!r}" for name, value in trial.declaration.items())
-    found = [f"{trial.kind}: {declared}", ""]
+    text = [f"{trial.kind}: {declared}", ""]
     words = {True: "holds", False: "FAILS", None: "does not apply"}
     width = max(len(law.name) for law in trial.laws)
-    found += [f"  {law.name:<{width}}  {words[law.holds]:<15}{law.detail}".rstrip() for law in trial.laws]
+    text += [f"  {law.name:<{width}}  {words[law.holds]:<15}{law.detail}".rstrip() for law in trial.laws]
     if trial.bias:
-        found += ["", "  bias of the gradient    " + "".join(f"{f'staleness {n}':>14}" for n in trial.bias)]
+        text += ["", "  bias of the gradient    " + "".join(f"{f'staleness {n}':>14}" for n in trial.bias)]
         for name, of in (("this loss", trial.bias), ("none (no correction)", trial.bias_of_none)):
-            found.append(f"  {name:<24}" + "".join(f"{value:>14.3f}" for value in of.values()))
-    return found
+            text.append(f"  {name:<24}" + "".join(f"{value:>14.3f}" for value in of.values()))
+    return text
 
 
 def _inputs(config: LossConfig, scale: float = 0.3) -> LossInputs:
@@ -152,9 +151,9 @@ def _gradient(inputs: LossInputs, config: LossConfig) -> tuple[Tensor, Tensor, M
     """The sum, its gradient [N, 1 + K], and the sums over tokens."""
     assert inputs.logp_current_NK is not None
     leaf = torch.cat([inputs.logp_current_N[:, None], inputs.logp_current_NK], 1).detach().requires_grad_()
-    found = objective(replace(inputs, logp_current_N=leaf[:, 0], logp_current_NK=leaf[:, 1:]), config)
-    found.total.backward()  # type: ignore[no-untyped-call]
-    return found.total.detach(), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, found.sums
+    value = objective(replace(inputs, logp_current_N=leaf[:, 0], logp_current_NK=leaf[:, 1:]), config)
+    value.total.backward()  # type: ignore[no-untyped-call]
+    return value.total.detach(), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, value.sums
 
 
 def _terms(config: LossConfig) -> tuple[bool, str]:
@@ -172,9 +171,9 @@ def _adds_up(config: LossConfig) -> tuple[bool, str]:
     totals, gradients, of_parts = zip(*parts, strict=True)
     apart = max(abs(float(sum(totals) - whole)), float((torch.cat(gradients) - gradient_N).abs().max()))
     for name, value in sums.items():
-        found = sum(float(each.get(name, 0.0)) for each in of_parts)
-        if not math.isclose(found, value, rel_tol=_CLOSE_SUMS, abs_tol=_CLOSE_SUMS):
-            return False, f"{name} is no sum over tokens: {float(value):.3g} of all, {found:.3g} in parts"
+        total = sum(float(each.get(name, 0.0)) for each in of_parts)
+        if not math.isclose(total, value, rel_tol=_CLOSE_SUMS, abs_tol=_CLOSE_SUMS):
+            return False, f"{name} is no sum over tokens: {float(value):.3g} of all, {total:.3g} in parts"
     return apart < _CLOSE, f"largest difference {apart:.1g}"
 
 
@@ -208,14 +207,14 @@ def _declared_only(config: LossConfig) -> tuple[bool, str]:
     function, weight_N = partial(load_function("loss", config.kind), **config.arguments), torch.ones_like(inputs.advantage_N)
     terms, _ = function(inputs, weight_N)
     for name in (name for name in _READ if name not in ("current", *needs)):
-        found, _ = function(_corrupted(inputs, name, slice(None)), weight_N)
-        if not torch.equal(found, terms):
+        corrupted, _ = function(_corrupted(inputs, name, slice(None)), weight_N)
+        if not torch.equal(corrupted, terms):
             return False, f"{_READ[name][0]} is read: declare needs = {(*needs, name)!r}"
     return True, ""
 
 
 def _corrupted(inputs: LossInputs, name: str, where: Tensor | slice) -> LossInputs:
-    """With no numbers there, in all that a loss reads by this name."""
+    """The inputs with NaN at `where`, in everything that a loss reads by this name."""
     found = {field: getattr(inputs, field).detach().clone() for field in _READ[name]}
     for each in found.values():
         each[where] = torch.nan
@@ -239,18 +238,18 @@ def _direction(config: LossConfig) -> tuple[bool | None, str]:
     learns_from = loss_spec(config.kind).learns_from
     if learns_from in ("pair", "best"):
         return None, "it learns from a part of each group"
-    found, exact = _towards_teacher(config) if learns_from == "teacher" else _expected(config, 0)
-    cosine = float(torch.nn.functional.cosine_similarity(found, exact, dim=0))
+    direction, exact = _towards_teacher(config) if learns_from == "teacher" else _expected(config, 0)
+    cosine = float(torch.nn.functional.cosine_similarity(direction, exact, dim=0))
     return cosine > _DIRECTION, f"cosine {cosine:.4f}"
 
 
 def _towards_teacher(config: LossConfig) -> tuple[Tensor, Tensor]:
     """[P] twice: the expected gradient on the policy's own completions, and the descent of its divergence from a teacher so
     near that KL in either direction falls the same way."""
-    own, reward = enumerable.initial(), enumerable.rewards()
-    teacher = enumerable.later(own, reward, 1)
-    found = enumerable.expected(config, own, own, reward, 0, teacher)
-    return found, enumerable.towards(own, teacher, own, forward=False)
+    logits, reward = enumerable.initial(), enumerable.rewards()
+    teacher = enumerable.later(logits, reward, 1)
+    direction = enumerable.expected(config, logits, logits, reward, 0, teacher)
+    return direction, enumerable.towards(logits, teacher, logits, forward=False)
 
 
 def _bias(config: LossConfig) -> dict[int, float]:

@@ -49,7 +49,7 @@ class Controller:
         """longest: the most tokens that a completion can have, which `loss.reduction = "fixed"` needs."""
         self.machine, self._loss, self._longest = machine, loss, longest
         config, ranks = self._learner, self._ranks = machine.config, machine.ranks
-        # ranks that share rows compute the whole loss each: there is nothing to add up
+        # ranks that share rows each compute the whole loss, so nothing is summed
         self._adding = ranks if config.ranks_per_row == 1 else Ranks()
         spec = loss_spec(loss.kind)
         self._ratios = spec.takes_ratios and not loss.allow_uncorrected
@@ -73,7 +73,7 @@ class Controller:
     # -- rank 0: commands of the learner's loop ----------------------------------------------------------------------
 
     def evaluate(self, rows: Sequence[BatchRow], *, energies: bool = False) -> Mapping[int, PolicyEvaluation]:
-        """Of every completion in `rows`, by its index in the batch, under the weights as they are."""
+        """Evaluations of the completions in `rows` under the current weights, by index in the batch."""
         found: Mapping[int, PolicyEvaluation] = self._together("evaluate", [rows], energies=energies)
         return found
 
@@ -84,14 +84,14 @@ class Controller:
         return report
 
     def dry_run(self, updates: Sequence[Sequence[BatchRow]], step: int) -> None:
-        """All that `step` does with these updates but the updates: forward, loss, backward, norm, report. Raises what `step`
-        would raise. Nothing that a later step or checkpoint depends on is changed, and the gradient is forgotten. As in a step,
+        """`step` without its updates: forward, loss, backward, norm, report. Raises the errors of `step`.
+        Nothing that a later step or checkpoint depends on is changed, and the gradient is dropped. As in a step,
         ranks that were given work when one of them raises do not go on."""
         self._together("dry_run", updates, step=step)
 
     def gradient(self, rows: Sequence[BatchRow], step: int) -> Tensor:
-        """float32 [P]: what an update would be made from, over all ranks and before it is clipped; see `Machine.gradient`. The
-        policy at the start of the step is the present one; nothing is changed. Raises NonFiniteError."""
+        """float32 [P]: the gradient of an update over all ranks, before clipping; see `Machine.gradient`. The present policy is
+        the one at the start of the step; nothing is changed. Raises NonFiniteError."""
         found_P: Tensor = self._together("gradient", [rows], step=step)
         return found_P
 
@@ -100,11 +100,11 @@ class Controller:
 
         In host memory, on a CPU perhaps the parameters' own: they hold until the next step (`is_read`) and the next call.
         """
-        found: Mapping[str, RawTensor] = self._together("tensors")
-        return found
+        tensors: Mapping[str, RawTensor] = self._together("tensors")
+        return tensors
 
     def is_read(self, until: threading.Event) -> None:
-        """What `tensors` gave is being read: no step changes it before this is set."""
+        """The result of `tensors` is being read: no step changes it before `until` is set."""
         self.machine.is_read(until)
 
     def canary(self, ids: Sequence[int] = ()) -> Canary:
@@ -122,7 +122,7 @@ class Controller:
         return writer
 
     def load(self, directory: Path) -> None:
-        """Restore what was saved, by any backend on any number of ranks; on CPU a lone torch rank goes on bit for bit."""
+        """Restore a state saved by any backend on any number of ranks; on CPU a single torch rank goes on bit for bit."""
         self._together("load", directory=str(directory))
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class Controller:
         self._ranks.command({"do": "close"})
 
     def partition(self, updates: Sequence[Sequence[BatchRow]]) -> list[list[Update]]:
-        """For each rank its micro-batches of every update.
+        """Each rank's micro-batches of every update.
 
         Raises RecordError for a token that the model does not have; when the loss takes ratios to a truncated distribution
         that was not recorded; and when a rollout is without its log-probabilities under a reference that is not loaded here.
@@ -174,21 +174,21 @@ class Controller:
     # -- every rank: its part ----------------------------------------------------------------------------------------
 
     def _evaluate(self, updates: Sequence[Update], energies: bool) -> dict[int, PolicyEvaluation]:
-        """On rank 0 of all ranks' completions, on the others of none."""
-        own: dict[str, Tensor] = {}
+        """On rank 0 the evaluations of all ranks' completions, on the others none."""
+        evaluated: dict[str, Tensor] = {}
         with torch.no_grad():
             for batch in self._placed(updates[0].batches):
                 seen = self.machine.predict(batch, energies)
                 named = {"logp_proximal": seen.logp_N, "value": seen.value_N, "energy": seen.energy_N}
                 named["logp_reference"], _ = self._reference(batch)
                 owner_N = batch.member_N.cpu()
-                for name, each in ((name, each.float().cpu()) for name, each in named.items() if each is not None):
-                    own |= {f"{member} {name}": each[owner_N == member] for member in set(owner_N.tolist())}
-        found: dict[int, dict[str, np.ndarray]] = {}
-        for key, tensor in ((key, tensor) for each in self._ranks.gather(own) or () for key, tensor in each.items()):
+                for name, value_N in ((name, each.float().cpu()) for name, each in named.items() if each is not None):
+                    evaluated |= {f"{member} {name}": value_N[owner_N == member] for member in set(owner_N.tolist())}
+        values: dict[int, dict[str, np.ndarray]] = {}
+        for key, tensor in ((key, tensor) for each in self._ranks.gather(evaluated) or () for key, tensor in each.items()):
             member, name = key.split()
-            found.setdefault(int(member), {})[name] = tensor.numpy()
-        return {member: PolicyEvaluation(**arrays) for member, arrays in found.items()}
+            values.setdefault(int(member), {})[name] = tensor.numpy()
+        return {member: PolicyEvaluation(**arrays) for member, arrays in values.items()}
 
     def _train(self, updates: Sequence[Update], step: int, rate: float | None, applies: bool = True) -> StepReport:
         """A learner step; rank 0's report is of all ranks, the others' of nothing. applies: False refuses the updates as those
@@ -231,7 +231,7 @@ class Controller:
         return found_P
 
     def _proximal(self, updates: Sequence[Update]) -> dict[int, list[Tensor]]:
-        """Log-probabilities before the first update, of what is not computed then anyway; by the number of the update."""
+        """Log-probabilities before the first update, where no step computes them anyway; by the number of the update."""
         if self._loss.proximal == "interpolate":  # the loss finds it between the other two
             return {}
         once = {update.number: update.batches for update in updates[1:]}
@@ -251,7 +251,7 @@ class Controller:
                 if learns:
                     total = total + outputs.total / denominator(self._loss, update.counts, self._longest)
                 sums.add(batch, inputs, outputs)
-            else:  # takes part in what ranks do together, and adds nothing
+            else:  # takes part in the collectives, and adds nothing
                 self._reference(batch, seen.others_NK)
                 of_policy = (seen.logp_N, seen.entropy_N) if learns else ()
                 total = torch.cat([each for each in (*of_policy, seen.value_N) if each is not None]).sum()
@@ -282,12 +282,12 @@ class Controller:
         )
 
     def _reference(self, batch: MicroBatch, others: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
-        """[N], and [N, K] of other tokens; None where there is none."""
+        """The reference's log-probabilities [N], and [N, K] of other tokens; None without a reference."""
         if batch.logp_reference_N is not None:
             return batch.logp_reference_N, None
         with torch.no_grad():
-            found = self.machine.reference(batch, 0 if others is None else others)
-        return (None, None) if found is None else (found.logp_N, found.logp_others_NK)
+            predicted = self.machine.reference(batch, 0 if others is None else others)
+        return (None, None) if predicted is None else (predicted.logp_N, predicted.logp_others_NK)
 
     def _critic(self, batch: MicroBatch, value_N: Tensor | None, update: Update, sums: StepSums) -> Tensor:
         """The critic's part of the loss, per token of the update; 0 without one."""
@@ -310,7 +310,7 @@ def make_backend(
 ) -> Controller:
     """This rank's part of the learner. publish_dtype, reference, max_steps: as of `Machine`, which raises ConfigError; longest:
     as of `Controller`."""
-    # Else DeepSpeed takes the best that is there when it is imported; transformers imports it too, to save a model.
+    # Else DeepSpeed chooses the best accelerator at import; transformers imports it too, to save a model.
     os.environ["DS_ACCELERATOR"] = config.device.partition(":")[0]
     kind = Machine
     if config.backend == "deepspeed":

@@ -46,12 +46,12 @@ _GROUPS = ("policy", "critic")  # as `make_adamw` names them
 
 # Gradients reduced at once. DeepSpeed's own 500 million hold a GB on every rank, whatever the size of the model.
 _REDUCE_ELEMENTS = 50_000_000
-# What the rest of the configuration decides.
+# Settings that the rest of the configuration decides.
 _OURS = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "optimizer",
     "scheduler", "fp16", "bf16", "torch_autocast", "tensor_parallel", "sequence_parallel_size",
 )  # fmt: skip
-# What AutoTP makes of each entry of a model's own plan.
+# AutoTP's form of each entry of a model's own plan.
 _STYLES: dict[str, dict[str, Any]] = {
     "colwise": {"partition_type": "column"},
     "rowwise": {"partition_type": "row"},
@@ -78,8 +78,8 @@ class DeepSpeedMachine(Machine):
         if config.tensor_parallel > 1:
             self._engine.first_dataloader_check.remove()  # it compares inputs as pickles; here they are one rank's, sent once
         self._stage = int(self._engine.zero_optimization_stage())
-        own = {name: getattr(p, "ds_shape", p.shape) for name, p in self._named()}
-        self._dimensions = {name: split_dimension(own[name], shape) for name, shape in whole.items()}
+        shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in self._named()}
+        self._dimensions = {name: split_dimension(shapes[name], shape) for name, shape in whole.items()}
         self._begin_moments()
 
     def _load_model(self) -> nn.Module:
@@ -94,7 +94,7 @@ class DeepSpeedMachine(Machine):
         return model
 
     def _load_reference(self, directory: Path, device: torch.device | None = None) -> nn.Module:
-        """At ZeRO-3 shared out over all ranks, also where they share the policy's layers too."""
+        """Load the reference; at ZeRO-3 sharded over all ranks, even those that share the policy's layers."""
         if self.config.zero_stage < 3:
             return super()._load_reference(directory, device)
         reference = super()._load_reference(directory, torch.device("cpu"))
@@ -127,7 +127,7 @@ class DeepSpeedMachine(Machine):
 
     def apply(self, step: int, finite: bool, rate: float | None = None) -> tuple[float, bool]:
         set_learning_rate(self._optimizer, self.config, step, self.max_steps, rate)
-        # What has no gradient has one of 0 here: a policy that rests would decay, and its updates be counted.
+        # A parameter without a gradient has one of 0 here: a resting policy would decay, and its updates be counted.
         critic = self.config.critic
         resting = [*self._shards("policy")] if critic.kind == "model" and critic.learns_alone(step) else []
         for group in self._optimizer.param_groups if resting else ():
@@ -150,7 +150,7 @@ class DeepSpeedMachine(Machine):
 
     def tensors(self) -> Mapping[str, RawTensor]:
         """Whole in host memory of rank 0, and empty elsewhere."""
-        found: dict[str, RawTensor] = {}
+        tensors: dict[str, RawTensor] = {}
         small = lora.adapters(self.policy.model)
         large = {name: p for name, p in self.policy.model.named_parameters() if name not in small}
         with self.ranks.named("a gathering of adapters"), self._gathered(list(small.values())):
@@ -163,8 +163,8 @@ class DeepSpeedMachine(Machine):
                     chosen = dict(islice(waiting, len(bucket))) | small
                     named = {name: self._joined(f"model.{name}", p.detach()) for name, p in chosen.items()}
                     if self.ranks.rank == 0:
-                        found |= self._copies(lora.merged(self.policy.model, named))
-        return found
+                        tensors |= self._copies(lora.merged(self.policy.model, named))
+        return tensors
 
     def canary(self, ids: Sequence[int] = ()) -> Canary:
         with self.ranks.named("the canary"):
@@ -189,11 +189,11 @@ class DeepSpeedMachine(Machine):
         def write(directory: Path) -> None:
             if self.ranks.rank > 0:
                 return
-            own = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
-            named = lora.merged(self.policy.model, own)
+            model = {name.removeprefix("model."): value for name, value in weights.items() if name.startswith("model.")}
+            named = lora.merged(self.policy.model, model)
             parts = {
                 "model": {name: named[first] for name, first in self._aliases.items()},
-                "adapter": {} if self._lora is None else {name: own[name] for name in self._shapes},
+                "adapter": {} if self._lora is None else {name: model[name] for name in self._shapes},
                 "optimizer": {name.removeprefix("model."): value for name, value in moments.items()},
                 "critic": {n.removeprefix("critic."): v for n, v in weights.items() if n.startswith("critic.")},
             }
@@ -209,7 +209,7 @@ class DeepSpeedMachine(Machine):
         with self.ranks.named("the sharing out of a checkpoint"):
             for name, p in self._named():
                 if name not in weights:
-                    continue  # what adapters are added to stays as it was loaded
+                    continue  # base weights under adapters stay as they were loaded
                 value = _own_part(weights[name], self._dimensions[name]).to(self.device)
                 with self._gathered([p], writes=True):
                     p.data.copy_(value)
@@ -237,7 +237,7 @@ class DeepSpeedMachine(Machine):
             self._optimizer._lazy_init_hp_params_optimizer_state()
 
     def _shards(self, group: str) -> Iterator[Tensor]:
-        """What AdamW updates of a group of parameters on this rank."""
+        """The shards of a group of parameters that AdamW updates on this rank."""
         names = [each["name"] for each in self._optimizer.param_groups]
         if self._stage == 3:
             shards, numbers = self._optimizer.fp32_partitioned_groups_flat, self._optimizer.sub_group_to_group_id
@@ -247,14 +247,14 @@ class DeepSpeedMachine(Machine):
         yield from (shard for index, shard in enumerate(shards) if names[numbers[index]] == group)
 
     def _set(self, p: Any, value: Tensor, key: str | None = None) -> None:
-        """What the optimizer keeps of a parameter: its weights in float32, or a moment."""
+        """Set the optimizer's copy of a parameter: its float32 weights, or the moment `key`."""
         if self._stage < 3:
             p.set_full_hp_param(value, key)
             return
         size = p.ds_tensor.numel()
-        own = value.flatten()[self._optimizer._get_param_partition_rank(p) * size :][:size]
-        # Filled up: of one number, or an odd many, DeepSpeed's function for whole values takes what is not there.
-        self._optimizer.set_local_hp_param(pad(own, (0, size - len(own))), p, key)
+        part = value.flatten()[self._optimizer._get_param_partition_rank(p) * size :][:size]
+        # Padded: for one number, or an odd count, DeepSpeed's function for whole values reads past the end.
+        self._optimizer.set_local_hp_param(pad(part, (0, size - len(part))), p, key)
 
     def _state(self, shard: Tensor) -> dict[str, Tensor]:
         return self._optimizer.optimizer.state[shard]  # type: ignore[no-any-return]
@@ -266,7 +266,7 @@ class DeepSpeedMachine(Machine):
         )
 
     def _joined(self, name: str, part: Tensor) -> Tensor:
-        """On rank 0 the whole of what ranks share by `learner.tensor_parallel`; elsewhere what was given. On all at once."""
+        """On rank 0 the whole tensor that ranks share by `learner.tensor_parallel`, elsewhere the part. Collective."""
         dimension, leads = self._dimensions[name], self.ranks.rank == 0
         if dimension is None:
             return part
@@ -289,12 +289,12 @@ def _join(ranks: Ranks, device: torch.device) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if not dist.is_initialized():
         dist.init_process_group(communication(device.type), store=HashStore(), rank=0, world_size=1)
-    groups._release_process_group_references()  # what it keeps of an earlier engine may divide the ranks in another way
+    groups._release_process_group_references()  # groups of an earlier engine may divide the ranks differently
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
-    """For every name of the state dict the parameter (or buffer) that it shares storage with, by its first name."""
+    """Every name of the state dict -> the first name of the parameter (or buffer) with the same storage."""
     owner: dict[tuple[int, tuple[int, ...]], str] = {}
     state = model.state_dict()
     named = [name for name, _ in model.named_parameters()]
@@ -325,7 +325,7 @@ def deepspeed_settings(config: LearnerConfig) -> dict[str, Any]:
 
 
 def reference_settings(config: LearnerConfig) -> dict[str, Any]:
-    """Of a frozen model at ZeRO-3: what a file sets of parameters holds for it too. Raises ConfigError."""
+    """Settings of a frozen model at ZeRO-3; a file's settings of parameters hold for it too. Raises ConfigError."""
     zero = deepspeed_settings(config)["zero_optimization"]
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -337,20 +337,20 @@ def reference_settings(config: LearnerConfig) -> dict[str, Any]:
 
 def _laid_over(settings: dict[str, Any], path: str) -> dict[str, Any]:
     try:
-        own = json.loads(Path(path).read_text())
+        file = json.loads(Path(path).read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"learner.deepspeed_config = {path!r} cannot be read: {error}") from error
-    if not isinstance(own, dict):
+    if not isinstance(file, dict):
         raise ConfigError(f"learner.deepspeed_config = {path!r} must hold one JSON object")
-    if taken := [key for key in _OURS if key in own]:
+    if taken := [key for key in _OURS if key in file]:
         raise ConfigError(
             f"learner.deepspeed_config = {path!r} sets {', '.join(taken)}, which this run's own settings decide; leave it out"
         )
-    stage = own.get("zero_optimization", {}).get("stage", settings["zero_optimization"]["stage"])
+    stage = file.get("zero_optimization", {}).get("stage", settings["zero_optimization"]["stage"])
     if stage != settings["zero_optimization"]["stage"]:
         raise ConfigError(f"learner.deepspeed_config = {path!r} asks for ZeRO stage {stage}; set learner.zero_stage = {stage}")
-    merged = {**settings, **own}
-    merged["zero_optimization"] = {**settings["zero_optimization"], **own.get("zero_optimization", {})}
+    merged = {**settings, **file}
+    merged["zero_optimization"] = {**settings["zero_optimization"], **file.get("zero_optimization", {})}
     return merged
 
 
@@ -374,15 +374,15 @@ def autotp_settings(model: nn.Module, size: int) -> dict[str, Any]:
 
 
 def split_dimension(own: torch.Size, whole: torch.Size) -> int | None:
-    """Along which dimension a parameter of the shape `whole` is split, when a rank has `own` of it."""
+    """The dimension along which a parameter of the shape `whole` is split, when a rank has the shape `own`."""
     return next((d for d, (part, all_of_it) in enumerate(zip(own, whole, strict=True)) if part != all_of_it), None)
 
 
 def _group(name: str) -> str:
-    """Of the optimizer, that a parameter of the policy is in."""
+    """The optimizer's group that holds a parameter of the policy."""
     return "critic" if name.startswith("critic.") else "policy"
 
 
 def _own_part(whole: Tensor, dimension: int | None) -> Tensor:
-    """What this rank has of it; equal parts, in the order of the ranks."""
+    """This rank's part; equal parts, in the order of the ranks."""
     return whole if dimension is None else whole.chunk(dist.get_world_size(), dimension)[dist.get_rank()]

@@ -1,4 +1,4 @@
-"""The processes that share a gradient: which device each has, what they send each other, and which one is missing.
+"""The processes that share a gradient: their devices, their messages, and the name of a missing one.
 
     owns        the process group (gloo, and nccl beside it on cuda), the store in which ranks find each other: rank 0 serves it
     waits for   every other rank, at each collective, command and report, for `timeout_s`; a worker rank for its next command,
@@ -46,7 +46,7 @@ def take_device(name: str, rank: int = 0) -> torch.device:
         device = torch.device(name)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", rank % max(1, torch.cuda.device_count()))
-        torch.empty(0, device=device)  # its error names what is missing
+        torch.empty(0, device=device)  # its error names the missing part
         if device.type == "cuda":
             torch.cuda.set_device(device)
             torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each new shape, and lengths of texts vary
@@ -113,17 +113,15 @@ class Ranks:
 
     @contextmanager
     def named(self, what: str, *, counted: bool = True) -> Iterator[None]:
-        """Around something ranks do together: a failure names `what` it was and who was missing.
-
-        Counted is what all of them do equally often.
-        """
+        """Around a collective operation: an error says `what` it was and which ranks are missing. counted: all ranks do it
+        equally often."""
         if self.size == 1:
             yield
             return
         self._count += counted
         try:
             yield
-        except RuntimeError as error:  # what torch.distributed raises
+        except RuntimeError as error:  # raised by torch.distributed
             raise RankLostError(f"{what}: {self._blame()} ({str(error).splitlines()[0]})") from error
 
     def total(self, value: float) -> float:
@@ -147,7 +145,7 @@ class Ranks:
                     tensor.copy_(part.view_as(tensor))
 
     def gather(self, tensors: Tensors) -> list[dict[str, Tensor]] | None:
-        """What every rank has, in their order, on rank 0; None on the others."""
+        """Every rank's tensors, in the order of ranks, on rank 0; None on the others."""
         if self.size == 1:
             return [dict(tensors)]
         with self.named("the gathering of a report"):
@@ -157,7 +155,7 @@ class Ranks:
             return [dict(tensors), *(self._receive(rank)[1][0] for rank in range(1, self.size))]
 
     def shared(self, read: Callable[[], Tensors]) -> dict[str, Tensor]:
-        """What rank 0 reads, on every rank: tensors on the CPU."""
+        """The tensors that `read` gives on rank 0, on every rank's CPU."""
         tensors = {name: tensor.contiguous() for name, tensor in read().items()} if self.rank == 0 else {}
         with self.named("the sharing out of what was read"):
             for rank in range(1, self.size if self.rank == 0 else 1):
@@ -213,7 +211,7 @@ class Ranks:
         self._store.wait([f"{word}-{rank}" for rank in range(self.size)], timeout)
 
     def _blame(self) -> str:
-        """Who came to fewer collectives than others, by the counts that those leave who fail now too."""
+        """The ranks that came to fewer collectives, by the counts that failing ranks leave."""
         if self._store is None:
             return "rank 0 did not come"
         counts, deadline = {self.rank: self._count}, time.monotonic() + _BLAME_S
@@ -261,7 +259,7 @@ T = TypeVar("T", bound=Tensor)
 
 
 def buckets(tensors: Iterable[T], most: int) -> Iterator[list[T]]:
-    """Tensors in order, as many together as have at most so many elements in all (on all ranks); one at least."""
+    """Tensors in order, in buckets of at most `most` elements in all (on all ranks), and at least one tensor."""
     bucket, held = list[T](), 0
     for tensor in tensors:
         size = int(getattr(tensor, "ds_numel", tensor.numel()))

@@ -1,4 +1,4 @@
-"""What one learner step reports: means over the tokens of all ranks, and how far its data are from the policy.
+"""The report of one learner step: means over the tokens of all ranks, and the distance of its data from the policy.
 
 An effective sample size near 1 does not certify a step: runs have died at 0.99. So tails, moments and signs are measured too,
 and what the engine's arithmetic does (tokens of the same weights alone) apart from what staleness does (all others).
@@ -25,7 +25,7 @@ _DEFAULT_CAP = 2.0
 
 
 class StepTokens(NamedTuple):
-    """Of all tokens of a step: float32 [N] logp_proximal_N, logp_behaviour_N, advantage_N; int64 [N] staleness_N; bool [N]
+    """All tokens of a step: float32 [N] logp_proximal_N, logp_behaviour_N, advantage_N; int64 [N] staleness_N; bool [N]
     comparable_N and int64 [N] member_N, as in `MicroBatch`."""
 
     logp_proximal_N: Tensor
@@ -37,7 +37,7 @@ class StepTokens(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[StepTokens]) -> StepTokens:
-        """Of micro-batches or ranks, one after the other."""
+        """The tokens of micro-batches or ranks, concatenated."""
         return cls(*map(torch.cat, zip(*parts, strict=True)))
 
 
@@ -87,7 +87,7 @@ def _mean(values_N: Tensor, where_N: Tensor) -> float | None:
 
 
 def _thinned(values_N: Tensor, most: int = 1 << 20) -> Tensor:
-    """At most `most` of them, evenly spread: quantiles of more cost more than they tell (and are refused above 2^24)."""
+    """At most `most` values, evenly spread: quantiles of more cost more than they tell (and are refused above 2^24)."""
     return values_N[:: -(-len(values_N) // most)]
 
 
@@ -101,7 +101,7 @@ def step_metrics() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one learner step did: metrics by name, and the mean ratio proximal / behaviour of each completion."""
+    """The metrics of one learner step by name, and the mean ratio proximal / behaviour of each completion."""
 
     metrics: Mapping[str, Any]
     weight_of_member: Mapping[int, float]
@@ -111,7 +111,7 @@ class StepReport:
 
     @classmethod
     def of_nothing(cls) -> StepReport:
-        """Of a step without a token to learn from: what would be measured is None, so that its names are always there."""
+        """The report of a step without a token to learn from: every metric is None, so that its names always exist."""
         return cls(dict.fromkeys(step_metrics()), {}, applied=False)
 
 

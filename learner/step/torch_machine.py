@@ -36,9 +36,9 @@ from async_rlhf.learner.step.ranks import Ranks, buckets, take_device
 # Enough that a wrong tensor anywhere shows, few enough to cost nothing beside a step.
 _PROBE_TOKENS = 128
 _READ_S = 600.0
-# In one file of a checkpoint's optimizer: 256 MiB of them, which are kept or copied together when weights change meanwhile.
+# 256 MiB in one file of a checkpoint's optimizer; kept or copied together when weights change during the write.
 _FILE_NUMBERS = 2**26
-# Where torch has AdamW as one kernel for a whole list of parameters.
+# Devices for which torch has AdamW as one kernel for a list of parameters.
 _FUSED = ("cpu", "cuda", "mps", "xpu")
 # Of AdamW's running means. The second is shorter than its default of 0.999, as usual for language models: a stale, large
 # gradient is forgotten within tens of steps.
@@ -100,8 +100,8 @@ class Machine:
     # -- the machine of a step ---------------------------------------------------------------------------------------
 
     def reference(self, batch: MicroBatch, others: int | Tensor = 0) -> Predicted | None:
-        """Of the frozen reference, or None without one: see `Policy.forward`."""
-        # Its experts are its own: replayed are those that sampled, in passes of the policy.
+        """The frozen reference's prediction (see `Policy.forward`); None without a reference."""
+        # The reference uses its own experts; only passes of the policy replay the recorded ones.
         return None if self._reference is None else self._reference(replace(batch, experts_PMk=None), others=others)
 
     def predict(self, batch: MicroBatch, energies: bool = False, others: int = 0) -> Predicted:
@@ -113,7 +113,7 @@ class Machine:
         return self.policy.values(batch)
 
     def keep_critic(self) -> None:
-        """Forget all of the gradient but the critic's: `apply` then leaves the policy and what the optimizer keeps of it."""
+        """Drop all of the gradient but the critic's: `apply` then leaves the policy and its optimizer state unchanged."""
         for p in self.policy.model.parameters():
             p.grad = None
 
@@ -128,7 +128,9 @@ class Machine:
             reached_P = torch.tensor([float(p.grad is not None) for p in self._learning()], device=self.device)
             self.ranks.add_up([reached_P])
             for p, num_ranks in zip(self._learning(), reached_P.tolist(), strict=True):
-                if num_ranks and p.grad is None:  # what the loss reaches on no rank has none, as on one: it is left as it is
+                if (
+                    num_ranks and p.grad is None
+                ):  # parameters that the loss reaches on no rank have no gradient, as on one rank, and stay unchanged
                     p.grad = torch.zeros_like(p)
             self.ranks.add_up([p.grad for p in self._learning() if p.grad is not None])
 
@@ -170,7 +172,7 @@ class Machine:
         return {name: raw(tensor) for name, tensor in leaving.items()} if self._lends else self._copies(leaving)
 
     def is_read(self, until: threading.Event) -> None:
-        """See `Controller.is_read`: `apply` waits where what `tensors` gave are the parameters themselves."""
+        """See `Controller.is_read`: `apply` waits where `tensors` gave the parameters themselves."""
         if not self._lends:
             return
 
@@ -256,33 +258,33 @@ class Machine:
     def load(self, directory: Path | str) -> None:
         """See `Controller.load`."""
         self._await_readers()
-        own = self._learned()
-        saved = self._saved(Path(directory), own)
+        learned = self._learned()
+        saved = self._saved(Path(directory), learned)
         for name, value in saved["model"].items():
-            own[name].data.copy_(value)
+            learned[name].data.copy_(value)
         state: dict[str, dict[str, Tensor]] = {}
         for key, value in saved["optimizer"].items():
             name, _, kind = key.rpartition(".")
             state.setdefault(name, {})[kind] = value
-        for name, p in self._named():  # one without a state begins anew
+        for name, p in self._named():  # a parameter without a state begins anew
             self._optimizer.state[p] = {kind: value.to(p.device) for kind, value in state.get(name, {}).items()}
         if self.policy.critic is not None:
             self.policy.critic.load_state_dict(saved["critic"])
 
     def _learned(self) -> Mapping[str, Tensor]:
-        """What a checkpoint gives back of the model: all of it, or its adapters."""
+        """The model's weights that a checkpoint restores: all of them, or its adapters."""
         model = self.policy.model
         return model.state_dict() if self._lora is None else lora.adapters(model)
 
-    def _saved(self, directory: Path, own: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """What a checkpoint has, by part: `model` (its adapters, where those learn), `optimizer`, `critic`. On the CPU of every
-        rank; rank 0 reads it, for the others may be on hosts that have no such file. own: the names and shapes of what learns.
+    def _saved(self, directory: Path, like: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """The tensors of a checkpoint by part, on every rank's CPU: `model` (its adapters, where those learn), `optimizer`,
+        `critic`. Rank 0 reads the files: other ranks may be on hosts without them. like: gives names and shapes.
 
         Raises CheckpointError.
         """
 
         def read() -> dict[str, Tensor]:
-            learned = saved_weights(directory, own) if self._lora is None else lora.read_adapter(directory / "adapter", own)
+            learned = saved_weights(directory, like) if self._lora is None else lora.read_adapter(directory / "adapter", like)
             parts = {"model": learned, "optimizer": {}}
             for path in sorted(directory.glob("optimizer*.safetensors")):
                 parts["optimizer"] |= load_file(path)
@@ -290,14 +292,14 @@ class Machine:
                 parts["critic"] = load_file(directory / "critic.safetensors")
             return {f"{part} {name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
 
-        found: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "critic": {}}
+        saved: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}, "critic": {}}
         for key, tensor in self.ranks.shared(read).items():
             part, _, name = key.partition(" ")
-            found[part][name] = tensor
-        return found
+            saved[part][name] = tensor
+        return saved
 
     def _moments(self) -> Iterator[tuple[str, str, Tensor]]:
-        """What the optimizer holds: of which parameter, what, the values."""
+        """(parameter, key, values) of each tensor that the optimizer holds."""
         for name, p in self._named():
             for key, value in self._optimizer.state.get(p, {}).items():
                 yield name, key, value
@@ -336,7 +338,7 @@ def set_learning_rate(
 def make_adamw(
     policy: Mapping[str, nn.Parameter], critic: Mapping[str, nn.Parameter], config: LearnerConfig, device: torch.device
 ) -> torch.optim.AdamW:
-    """AdamW, fused where there is such a kernel, of what learns; the critic's parameters have a learning rate of their own."""
+    """AdamW of the trained parameters, fused where possible; the critic's parameters have their own learning rate."""
     named = {"policy": policy, "critic": critic}
     learning = {name: [p for p in parameters.values() if p.requires_grad] for name, parameters in named.items()}
     groups = [{"params": parameters, "name": name} for name, parameters in learning.items() if parameters]
@@ -351,16 +353,16 @@ def _rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     Rounding swallows small updates (steps of 1e-6 move few bfloat16 numbers), and all of them point one way: so an engine that
     serves the rounded weights, as it should, lags behind the others by whole nats.
     """
-    own: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
+    masters: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
 
     def put(module: nn.Module, _: object) -> None:
-        own[module] = dict(module._parameters)
-        for name, held in own[module].items():
+        masters[module] = dict(module._parameters)
+        for name, held in masters[module].items():
             if held is not None:
                 module._parameters[name] = nn.Parameter(held.to(dtype).to(held.dtype), requires_grad=False)
 
     def take_back(module: nn.Module, *_: object) -> None:
-        module._parameters.update(own.pop(module))
+        module._parameters.update(masters.pop(module))
 
     hooks = []
     if dtype != torch.float32:
@@ -376,6 +378,6 @@ def _rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def raw(tensor: torch.Tensor) -> RawTensor:
-    """Its row-major bytes: a view where it lies in CPU memory already."""
+    """The tensor's row-major bytes: a view where it is in CPU memory already."""
     data = tensor.cpu().reshape(-1).view(torch.uint8).numpy().data if tensor.numel() else b""
     return RawTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)

@@ -212,7 +212,7 @@ def test_an_agent_takes_orders_while_a_start_waits_for_the_fork_server(tmp_path:
     started = [each.life for each in events if isinstance(each, orders.Started)]
     ends = {each.life: each for each in events if isinstance(each, orders.NodeEnded)}
     assert started == [1, 2] and ends[1].code == 3 and ends[2].code < 0 and ends[3].code == HOST_LOST
-    assert "device 5 of this machine is to be used" in ends[3].words and "shows 2 devices" in ends[3].words
+    assert "the run needs device 5 of this machine" in ends[3].words and "shows 2 devices" in ends[3].words
     agent.close()
 
 

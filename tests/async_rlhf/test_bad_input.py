@@ -74,8 +74,8 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "processes without number": ({"scoring.workers": 10**6}, "scoring.workers = 1000000: .* less than or equal to 1024"),
     "prompts without number": ({"data.held_out": 10**9}, "held_out = 1000000000: .* less than or equal to 16777216"),
-    "a truth value for a number": ({"max_steps": True}, "max_steps = True: it takes no true or false"),
-    "a truth value for a weight": ({"rewards.weights": {"exact": True}}, "rewards.weights: it takes no true or false"),
+    "a truth value for a number": ({"max_steps": True}, "max_steps = True: it cannot be true or false"),
+    "a truth value for a weight": ({"rewards.weights": {"exact": True}}, "rewards.weights: it cannot be true or false"),
     "patience that counts nothing": ({"evaluation.patience": 2}, "patience = 2 counts evaluations .* set every"),
 }
 

@@ -396,7 +396,7 @@ def test_each_role_is_given_what_it_needs_and_only_who_reaches_the_hub_a_key(con
         ({"launch.kind": "slurm"}, "launch.kind = 'slurm'"),
         ({"launch.command": []}, "names no program"),
         ({"launch.hosts": ["no.such.host.invalid"]}, "'no.such.host.invalid' cannot be reached.*choose launch.interface"),
-        ({"launch.interface": "eth99"}, "launch.interface = 'eth99': there is none"),
+        ({"launch.interface": "eth99"}, "launch.interface = 'eth99': no such interface"),
         ({"address": "tcp://*:5555", "security.keys": "keys"}, "hosts need one they can connect to"),
         (
             {"rewards.functions": ["mine=remote"], "rewards.options.mine": {"address": "ipc:///x"}},

@@ -66,7 +66,9 @@ def test_where_no_socket_can_lie_tmpdir_and_the_limit_are_named(
 ) -> None:
     temporary(150)
     monkeypatch.setattr(sockets.os, "access", lambda path, mode: str(path) != "/tmp")
-    with pytest.raises(ConfigError, match=r"TMPDIR = '.*x' has 150 bytes, and sockets need one of at most 67 .*shorter dir"):
+    with pytest.raises(
+        ConfigError, match=r"TMPDIR = '.*x' has 150 bytes; sockets need a printable path of at most 67, .*shorter dir"
+    ):
         preflight(small())
     assert not Path(small().run_dir).exists()
 

@@ -170,7 +170,7 @@ def test_a_cluster_that_cannot_be_used_is_refused(on_ray: Any, cluster: Cluster)
     for address, message in (
         ("127.0.0.1:1", "no Ray cluster answers there"),
         ("nowhere", "no Ray cluster answers there"),
-        ("ray://127.0.0.1:10001", "is a Ray Client's"),
+        ("ray://127.0.0.1:10001", "is a Ray Client address"),
     ):
         with pytest.raises(ConfigError, match=message):
             connect(on_ray(**{"launch.address": address}))

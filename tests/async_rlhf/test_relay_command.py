@@ -23,8 +23,8 @@ from async_rlhf.cli.commands import app
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tcp://10.0.0.1:5555", "ipc://relay"], "'tcp://10.0.0.1:5555' is beyond this machine, which needs --keys"),
-        (["ipc://hub", "tcp://0.0.0.0:5555"], "'tcp://0.0.0.0:5555' is beyond this machine, which needs --own-keys"),
+        (["tcp://10.0.0.1:5555", "ipc://relay"], "'tcp://10.0.0.1:5555' is beyond this machine and needs --keys"),
+        (["ipc://hub", "tcp://0.0.0.0:5555"], "'tcp://0.0.0.0:5555' is beyond this machine and needs --own-keys"),
         (["ipc://hub", "ipc://relay", "--set", "transport=smoke"], "weights.transport = 'smoke'"),
         (["ipc://hub", "ipc:///nowhere/relay"], "'ipc:///nowhere/relay' cannot be listened at"),
     ],

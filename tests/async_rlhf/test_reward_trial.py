@@ -99,8 +99,8 @@ def test_what_cannot_be_tried_is_refused_with_the_way_out(folder: Path, argument
     ("content", "message"),
     [
         ("", "holds no completion"),
-        ('{"completions": "ab"}', "'completions' is a list, and so long are"),
-        ('{"completions": ["a", "b"], "sampled": [[true]]}', "'completions' is a list, and so long are"),
+        ('{"completions": "ab"}', "'completions' must be a list, as long as"),
+        ('{"completions": ["a", "b"], "sampled": [[true]]}', "'completions' must be a list, as long as"),
         ('{"answer": "4"}\n', "object 1 of the data has no 'completion'"),
         ("{", "cannot be read"),
     ],

@@ -60,7 +60,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"generation.stop": ["done<eos>"]}, "'done<eos>' never comes: '<eos>' is a special token of the model"),
     ({"rewards.weights": {"taged": 1.0}}, "rewards.weights names 'taged'.*did you mean 'tagged'"),
     ({"rewards.gates": ["tagged", "other"]}, "names every reward"),
-    ({"rewards.clip": {"tagged": [1.0, 0.0]}}, "leaves nothing between"),
+    ({"rewards.clip": {"tagged": [1.0, 0.0]}}, "is an empty range"),
     ({"rewards.options": {"taged": {"level": 1}}}, "rewards.options.taged: there is no reward of this name"),
     ({"scoring.stages": {"taged": {"retries": 1}}}, "stages.taged: there is no stage of this name.*did you mean 'tagged'"),
     ({"scoring.stages": {"tagged": {"batch_size": 4}}}, "has batch_size = 4 but takes one completion"),

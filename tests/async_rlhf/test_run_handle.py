@@ -80,11 +80,11 @@ def test_a_class_given_as_reward_is_refused_by_name_before_anything_starts(tmp_p
     [
         ({"rewards": "exact"}, r"rewards: functions were expected, got 'exact'; .*'rewards.functions'"),
         ({"rewards": 5}, "rewards: functions were expected, got 5"),
-        ({"loss": "cispo"}, r"loss: a function was expected, got 'cispo'; a name is given as .*'loss.kind'"),
+        ({"loss": "cispo"}, r"loss must be a function, got 'cispo'; give a name as .*'loss.kind'"),
         ({"rewards": {"a": len}}, "rewards: functions were expected, got {'a'"),
-        ({"overrides": "max_steps=3"}, "overrides: values by their keys were expected.* got 'max_steps=3'"),
+        ({"overrides": "max_steps=3"}, "overrides must be a dictionary such as .* got 'max_steps=3'"),
         ({"overrides": {1: 2}}, "unknown key 1: a key is a text"),
-        ({"on_step": 5}, "on_step: a function of a step's record was expected, got 5"),
+        ({"on_step": 5}, "on_step must be a function of a step's record, got 5"),
         ({"data": 5}, "data is a int, and rows were expected"),
         ({"data": "rows.jsonl"}, "data is a str, and rows were expected: .*'data.source': FILE"),
     ],
@@ -248,7 +248,7 @@ def test_messages_name_arguments_of_the_function_that_was_called(message: str, s
 
 def test_what_start_and_train_refuse_names_their_arguments(tmp_path: Path) -> None:
     overrides = {**SMALL, "output_dir": str(tmp_path)}
-    with pytest.raises(ConfigError, match=r"^from_step=3 goes on with a run that exists: give resume=True too"):
+    with pytest.raises(ConfigError, match=r"^from_step=3 continues an existing run: give resume=True too"):
         start(QUICK, overrides=overrides, from_step=3)
     (tmp_path / "quick").mkdir()
     (tmp_path / "quick/config.toml").touch()

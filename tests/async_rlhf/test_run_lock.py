@@ -66,7 +66,7 @@ def test_who_inherited_it_is_waited_for_and_named(path: Path, hold: Callable[...
     child = psutil.Process(int(parent.stdout.readline()))
     parent.kill()
     parent.wait(60)
-    with pytest.raises(ConfigError, match=rf"still held 0 s after its start.*: {child.pid} \(another program\).*kill -9"):
+    with pytest.raises(ConfigError, match=rf"still hold run .* after 0 s: {child.pid} \(another program\).*kill -9"):
         RunLock.take(path, wait_s=0.0)
     with pytest.raises(ConfigError, match=rf"has no supervisor.*{child.pid}"):
         signal_holder(path, signal.SIGTERM)
@@ -200,7 +200,7 @@ def test_nothing_begins_beside_a_frozen_learner_of_a_killed_supervisor(
     started.process.kill()
     try:
         assert psutil.wait_procs([each for each in family if each != learner], 120)[1] == [], "they end by themselves"
-        with pytest.raises(ConfigError, match=rf"still held .* by processes of an earlier one: {learner.pid} \(learner\)"):
+        with pytest.raises(ConfigError, match=rf"processes of an earlier start still hold .*: {learner.pid} \(learner\)"):
             RunDir.reopen(config)
         assert (
             f"has no supervisor that can be seen from here; processes that hold its lock: {learner.pid} (learner)"

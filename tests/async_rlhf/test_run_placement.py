@@ -61,7 +61,7 @@ def test_devices_beyond_those_that_are_shown_are_refused_before_anything_starts(
     small: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    with pytest.raises(ConfigError, match=r"device 2 of this machine .* CUDA_VISIBLE_DEVICES = '3,5' shows 2 devices"):
+    with pytest.raises(ConfigError, match=r"device 2 of this machine, but CUDA_VISIBLE_DEVICES = '3,5' shows 2 devices"):
         prepare(small(**CUDA, **{"placement.hosts": [BOX]}))
 
 
@@ -121,7 +121,7 @@ def test_a_model_that_judges_on_a_device_brings_the_actor_or_the_scorer_there(sm
 
 
 def test_a_device_is_chosen_once(small: Any) -> None:
-    with pytest.raises(ConfigError, match=r"engine\.device = 'cuda:1': which device .* set 'cuda'"):
+    with pytest.raises(ConfigError, match=r"engine\.device = 'cuda:1': the placement decides .* set 'cuda'"):
         placement_of(small(**{"engine.device": "cuda:1"}), (Host(devices=2),))
 
 
@@ -156,7 +156,7 @@ def test_check_says_what_a_run_will_do_where_each_process_is_and_what_it_takes(t
         assert code == 0 and all(re.search(each, " ".join(output.split())) for each in expected), output
     assert not (tmp_path / "spool").exists()
     code, output = check(**boxes)
-    assert code == 3 and "names b, where processes are to run, and launch.kind = 'local' reaches this machine only" in output
+    assert code == 3 and "places processes on b, but launch.kind = 'local' reaches this machine only" in output
     config = load(QUICK, boxes)
     inventory = inventory_of(config, ())
     placement = placement_of(config, inventory)
@@ -301,7 +301,7 @@ def test_an_evaluation_that_waits_begins_when_the_runs_processes_have_ended(smal
 
 
 def test_a_run_on_another_host_is_refused_where_nothing_can_start_it(small: Any) -> None:
-    with pytest.raises(ConfigError, match=r"\[\[placement.hosts\]\] names b, where processes are to run"):
+    with pytest.raises(ConfigError, match=r"\[\[placement.hosts\]\] places processes on b, but"):
         prepare(small(**{"placement.hosts": [{"cpus": 2}, {"name": "b", "cpus": 4}], "actors.count": "fill"}))
 
 

@@ -170,7 +170,7 @@ def test_settings_that_contradict_a_strategy_are_refused(small: Callable[..., An
     with pytest.raises(ConfigError, match=r"there is none: .* scoring.placement = 'process'"):
         placement_of(small(**{"placement.strategy": "interleaving"}), (Host(cpus=2),))
     many = len(os.sched_getaffinity(0)) + 8
-    with pytest.raises(ConfigError, match=rf"the run may use {many - 8} of it.*cpus = {many - 8}"):
+    with pytest.raises(ConfigError, match=rf"may use only {many - 8} .*cpus = {many - 8}"):
         placement_of(small(**{"placement.strategy": "separation"}), (Host(cpus=many),))
     monkeypatch.delattr(os, "sched_setaffinity")
     with pytest.raises(ConfigError, match="cannot hold processes to CPUs"):

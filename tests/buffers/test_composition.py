@@ -93,7 +93,7 @@ def test_before_two_different_values_nothing_is_normalised() -> None:
         (Composition(gates=("nobody",)), "rewards.gates names 'nobody'"),
         (Composition(normalise=("nobody",)), "rewards.normalise names 'nobody'"),
         (Composition(clip={"nobody": (0, 1)}), "rewards.clip names 'nobody'"),
-        (Composition(clip={"exact": (1, 1)}), "leaves nothing between"),
+        (Composition(clip={"exact": (1, 1)}), "is an empty range"),
         (Composition(gates=("exact", "judge")), "names every reward"),
     ],
 )

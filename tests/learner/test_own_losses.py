@@ -220,13 +220,13 @@ def test_check_holds_it_to_the_rules_of_shipped_ones(mine: str) -> None:
             "did you mean 'loss.scale'",
         ),
         ({"kind": "scaled", "scale": -1.0}, "centred", "loss.scale = -1.0: Input should be greater than 0"),
-        ({"kind": "scaled", "scale": True}, "centred", "loss.scale = True: it takes no true or false"),
+        ({"kind": "scaled", "scale": True}, "centred", "loss.scale = True: it cannot be true or false"),
         ({"kind": "scaled", "clip_low": 2.0}, "centred", "loss.clip_low = 2.0: Input should be less than 1"),
         ({"kind": "required"}, "centred", "key 'loss.scale' is missing and has no default"),
         ({"kind": "mistaken"}, "centred", "loss.scale = -1.0: Input should be greater than 0"),
         ({"kind": "typed"}, "centred", r"parameter 'scale: bytes': bytes is not understood. .*a type is float, int"),
         ({"kind": "counted"}, "centred", r"parameter 'scale': malformed node.*a default is a literal"),
-        ({"kind": "likeliest"}, "centred", r"needs = \(\"top_k\",\): .*as in \*, top_k: int = 32"),
+        ({"kind": "likeliest"}, "centred", r"needs = \(\"top_k\",\): .*such as \*, top_k: int = 32"),
     ):
         with pytest.raises(ConfigError, match=says):
             checked(loss, advantage)

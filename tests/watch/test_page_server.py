@@ -101,7 +101,7 @@ def test_an_address_that_is_none_is_taken_or_that_others_can_reach_without_a_tok
 @pytest.mark.parametrize(
     ("text", "mode", "said"),
     [
-        (None, 0, "is not there"),
+        (None, 0, "does not exist"),
         (TOKEN, 0o644, "can be read by others: chmod 600"),
         ("short", 0o600, "16 or more printable characters"),
         (f"{TOKEN} {TOKEN}", 0o600, "no space"),
@@ -121,7 +121,7 @@ def test_a_token_that_others_know_or_could_guess_is_refused(tmp_path: Path, text
 
 def test_a_path_that_holds_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="is not a directory"):
         Runs(tmp_path / "file")
     for path in (tmp_path, tmp_path / "nothing", tmp_path / "file"):
         with pytest.raises(ConfigError, match=r"is no run directory \(it has no config\.toml\)$"):

@@ -1,4 +1,4 @@
-"""What a run reports while it goes on; displays are subclasses."""
+"""A run's reports while it goes on; displays are subclasses."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 
 class Progress:
-    """What the supervisor reports. Every method may be ignored."""
+    """Receives the supervisor's reports. A subclass overrides the methods that it needs."""
 
     def event(self, text: str) -> None: ...
 
     def waiting(self, status: dict[str, Any], wanted: int) -> None:
-        """Before the first step, several times a second: the hub's status, empty before it has one; groups in a batch."""
+        """Called several times a second before the first step. status: the hub's, empty at first. wanted: groups in a batch."""
 
     def sample(self, record: dict[str, Any]) -> None:
         """A group that was trained on, as in `rollouts.jsonl`."""
@@ -20,6 +20,6 @@ class Progress:
         """max_steps: of the run, as far as its budget of tokens or seconds lets it come at this pace; None: it has no end."""
 
     def evaluating(self, what: str, percent: int | None) -> None:
-        """How much of an evaluation is done; None: it has ended, also in vain."""
+        """percent: the finished part of an evaluation; None: it has ended, perhaps in vain."""
 
     def evaluation(self, record: dict[str, Any]) -> None: ...

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live bar on a terminal, plain lines otherwise."""
+"""The display of a run: a live bar on a terminal, plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHOWN_CHARACTERS = 60
 
 
 class StepPace:
-    """How long the steps to come will take, at the pace of those that were seen."""
+    """The expected time of the coming steps, at the pace of the past ones."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
@@ -55,7 +55,7 @@ class Display(display.Progress):
 
     def __enter__(self) -> Display:
         if self._console.is_terminal:
-            # On a narrow terminal the text takes a second line, and nothing of it is cut off.
+            # On a narrow terminal the text takes a second line and is not cut off.
             text = TextColumn("{task.description}", table_column=Column(no_wrap=False, ratio=1))
             columns = (BarColumn(10), TextColumn("{task.fields[done]}"), text, TimeRemainingColumn(compact=True))
             self._bar = Progress(*columns, console=self._console)
@@ -83,7 +83,7 @@ class Display(display.Progress):
             return
         if self._evaluation is None:
             self._evaluation = bar.add_task(evaluating(what, percent or 0), total=None, done="")
-        if percent is not None:  # none of it is done while its model is loaded
+        if percent is not None:  # no percentage exists while its model is loaded
             words, total = evaluating(what, percent), 100 if percent else None
             bar.update(self._evaluation, description=words, completed=percent, total=total)
         else:
@@ -119,7 +119,7 @@ class Display(display.Progress):
 
 
 def beginning(status: dict[str, Any], wanted: int) -> tuple[str, str]:
-    """What a run does before its first step, and how far it is. status: the hub's. wanted: groups in a batch."""
+    """A run's activity before its first step, and its progress. status: the hub's. wanted: groups in a batch."""
     if not status:
         return "starting the processes", ""
     if status.get("version") is None:
@@ -147,7 +147,7 @@ def line(record: dict[str, Any]) -> str:
 
 
 def evaluating(what: str, percent: int) -> str:
-    """How far an evaluation is."""
+    """The progress of an evaluation, in words."""
     return f"evaluation of {what}: {percent}%" if percent else f"evaluation of {what}: its model is loaded"
 
 
@@ -157,10 +157,10 @@ def held_out(record: dict[str, Any]) -> str:
     when = "" if label == "alone" else f" at step {record['step']}" if label == "step" else f" at the {label}"
     if "missing" in record:
         return f"held-out{when}: not evaluated, {record['missing']}"
-    if not (found := [(name, f"{value:.3f}") for name, value in figures(record).items()]):
+    if not (numbers := [(name, f"{value:.3f}") for name, value in figures(record).items()]):
         why = "" if record.get("rewards", True) else ": there is no reward (rewards.functions)"
         return f"held-out{when}: none of {record['num_prompts']} prompts could be judged{why}"
-    (first, value), *others = found
+    (first, value), *others = numbers
     size, failed = record.get("group_size"), f", {record['failed']} could not be judged" if record["failed"] else ""
     return (
         f"held-out {first}{when}: {value}{''.join(f', {name} {value}' for name, value in others)} "
@@ -178,7 +178,7 @@ def _pass_at(sampled: dict[str, Any] | None) -> str:
 
 
 def sample_line(record: dict[str, Any]) -> str:
-    """The first completion of a group in `rollouts.jsonl` in a line; a record that is none has an empty one."""
+    """The first completion of a group in `rollouts.jsonl` as a line; empty for another record."""
     try:
         rollout = record["rollouts"][0]
         scores = ", ".join(

@@ -1,4 +1,4 @@
-"""What a person sees of a run in a notebook: one output that is redrawn, with the newest steps.
+"""The display of a run in a notebook: one output that is redrawn, with the newest steps.
 
 Needs nothing but IPython, which a notebook has.
 """
@@ -18,7 +18,7 @@ _LINES = 5
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook: what it prints is shown under a cell."""
+    """Whether this process is the kernel of a notebook, which shows printed text under a cell."""
     try:
         from IPython import get_ipython
     except ImportError:

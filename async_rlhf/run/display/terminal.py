@@ -1,4 +1,4 @@
-"""What an operator's terminal does to a run: its signals ask it to end, and its own end does nothing.
+"""The effect of an operator's terminal on a run: its signals ask the run to end, and its own end does nothing.
 
 When a terminal is closed, or its reader ends, the kernel sends SIGHUP, which would end a program, and refuses what is written
 (EIO; EPIPE where it was a pipe).
@@ -35,7 +35,7 @@ def on_signals(handler: Callable[[int, Any], object]) -> Iterator[None]:
 
 @contextmanager
 def outliving_terminal() -> Iterator[None]:
-    """Within the block the terminal's end ends neither this process nor those it starts. Only the main thread can say so."""
+    """Within the block the terminal's end ends neither this process nor its children. Only for the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -75,13 +75,13 @@ class Lasting:
             if error.errno in _GONE:
                 self._leave()
         except (ValueError, AttributeError):
-            pass  # it was closed, or there is none
+            pass  # the stream is closed, or there is none
 
     def _leave(self) -> None:
-        own = os.fstat(self._stream.fileno())
+        stream = os.fstat(self._stream.fileno())
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for descriptor in {self._stream.fileno(), 1, 2}:
             with suppress(OSError):
-                if os.path.samestat(os.fstat(descriptor), own):
+                if os.path.samestat(os.fstat(descriptor), stream):
                     os.dup2(nowhere, descriptor)
         os.close(nowhere)

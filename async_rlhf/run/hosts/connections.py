@@ -1,4 +1,4 @@
-"""From the configuration to the launcher: which hosts there are, the hub's and the learner's address for them, their keys."""
+"""From the configuration to the launcher: the hosts, the hub's and the learner's address for them, their keys."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def connect(config: Config) -> tuple[Config, Connections | None]:
 
 
 def found_by(connections: Connections | None) -> tuple[Inventory, list[str]]:
-    """What the launcher's hosts have, and what is to be said about them."""
+    """The resources of the launcher's hosts, and remarks about them."""
     if connections is None:
         return (), []
     return connections.inventory(), [f"hosts that answer: {', '.join(connections.names)}"]
 
 
 def launcher_of(config: Config, run: RunDir, connections: Connections | None, placement: Placement) -> Launcher:
-    """Of a run whose directory is there; makes the keys that are lacking. Raises ConfigError.
+    """The launcher of a run whose directory exists; makes missing keys. Raises ConfigError.
 
     A relay has one that lets it be a relay; the actors behind it need none.
     """
@@ -76,7 +76,7 @@ def launcher_of(config: Config, run: RunDir, connections: Connections | None, pl
 def meeting_address(config: Config, placement: Placement) -> str:
     """The address of this machine at which the learner's ranks meet. Raises ConfigError.
 
-    What ranks send is neither encrypted nor let in by keys: a network that they may use is one that the configuration names.
+    Ranks send without encryption and without keys, so they use only a network that the configuration names.
     """
     ranks = [name for name in placement.slots if name.startswith("learner")]
     if host := placement.slots["learner"].host:
@@ -108,22 +108,22 @@ def _hosts(config: Config) -> Hosts:
 
 
 def check_ray(key: str, value: str, without: str) -> None:
-    """To be called before a module is imported that imports Ray. Raises ConfigError where it is not installed."""
+    """Call this before importing a module that imports Ray. Raises ConfigError where Ray is not installed."""
     # Ray would print the death of a node among the run's own lines, which say it too.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "has been marked dead|Raylet is terminated")
     check_installed("ray", key, value, "ray", without)
 
 
 def _networked(config: Config, hosts: Hosts) -> Config:
-    """With an address that the hosts reach, and a place for keys."""
+    """The configuration with an address that the hosts reach, and a directory for keys."""
     if not config.address:
         address = own_address(hosts.addresses, config.launch.interface)
         config = config.model_copy(update={"address": f"tcp://{address}:{free_port(address)}"})
     elif not config.address.startswith("tcp://") or config.address.startswith(("tcp://*:", "tcp://0.0.0.0:")):
         raise ConfigError(f"address = {config.address!r}: hosts need one they can connect to, tcp://IP:PORT; or leave it empty")
     if config.security.keys is None:
-        own = config.security.model_copy(update={"keys": str(config.run_dir.absolute() / "keys")})
-        config = config.model_copy(update={"security": own})
+        security = config.security.model_copy(update={"keys": str(config.run_dir.absolute() / "keys")})
+        config = config.model_copy(update={"security": security})
     return config
 
 

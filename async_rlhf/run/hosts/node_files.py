@@ -1,4 +1,4 @@
-"""What a process on another host is given: the configuration as it is there, and what its role needs beside.
+"""The files of a process on another host: the configuration with the paths there, and those that its role needs.
 
     each            the files of loss and estimator, which declare what a configuration is checked for
     actor           its keys where it reaches the hub itself, the rows, the files and keys of rewards, the model, teachers
@@ -29,7 +29,7 @@ _MODEL_FILES = (".json", ".safetensors", ".txt", ".model", ".jinja", ".gguf")
 
 
 def large_files(config: Config) -> Iterator[Path]:
-    """The model, and what rewards read."""
+    """The model, and the files that rewards read."""
     for path in (config.model, *config.scoring.reference.directories, *_read_by_rewards(config).values()):
         yield from _files(Path(path))
 
@@ -40,7 +40,7 @@ def pack(config: Config, node: Node, directory: str) -> NodeFiles:
     reaches_hub = node.role in ("actor", "relay") and node.arguments[0] == config.address
     changed: dict[str, Any] = {"security": config.security.model_copy(update={"keys": None})}
     changed["hooks"] = type(config.hooks)()  # they run here, and may hold keys
-    for section in ("loss", "advantage"):  # every role reads what they declare
+    for section in ("loss", "advantage"):  # every role reads their declarations
         chosen: Any = getattr(config, section)
         changed[section] = chosen.model_copy(update={"kind": contents.code(chosen.kind, section)})
     returns = {f"logs/{node.name}.log": node.log}
@@ -52,8 +52,8 @@ def pack(config: Config, node: Node, directory: str) -> NodeFiles:
         changed["model"] = contents.there(config.model, "model")
     if node.role == "learner_rank":
         changed["scoring"] = contents.scoring() if config.held_reference else config.scoring
-        if (own := config.learner.deepspeed_config) is not None:
-            settings = {"deepspeed_config": contents.there(own, "deepspeed")}
+        if (deepspeed := config.learner.deepspeed_config) is not None:
+            settings = {"deepspeed_config": contents.there(deepspeed, "deepspeed")}
             changed["learner"] = config.learner.model_copy(update=settings)
     if node.role in ("actor", "scorer"):
         changed["rewards"], changed["scoring"] = contents.rewards(), contents.scoring()
@@ -61,7 +61,7 @@ def pack(config: Config, node: Node, directory: str) -> NodeFiles:
         changed["environment"] = contents.environment()
         contents.files |= {f"data/{file.name}": file for file in sorted((run.path / "data").iterdir()) if file.is_file()}
         returns[f"spans/{node.name}.jsonl"] = run.spans(node.name)
-        changed["max_log_bytes"] = _NEVER  # what is appended is sent from there, so nothing may begin anew
+        changed["max_log_bytes"] = _NEVER  # appended lines are sent from there, so no file may begin anew
     contents.inline["config.toml"] = dump(config.model_copy(update=changed)).encode()
     return NodeFiles(contents.files, contents.inline, returns)
 
@@ -92,48 +92,48 @@ class _Contents:
         return target.replace(str(file), f"{self._directory}/{folder}/{file.name}")
 
     def keys(self, directory: Path, name: str) -> str:
-        """Of a peer: what it needs to reach who has made them."""
+        """The directory there of a peer's keys, with which it reaches their maker."""
         self.inline |= {f"{name}/{file}": (directory / file).read_bytes() for file in _OF_A_PEER}
         return f"{self._directory}/{name}"
 
     def environment(self) -> EnvironmentConfig:
-        own = self._config.environment
+        section = self._config.environment
         there = {
             source: {
                 "function": self.code(each.function, "environment"),
                 "options": self._options(each.options, f"environment/options/{number}"),
             }
-            for number, (source, each) in enumerate({**own.by_source, "": own}.items())
+            for number, (source, each) in enumerate({**section.by_source, "": section}.items())
         }
-        by_source = {source: each.model_copy(update=there[source]) for source, each in own.by_source.items()}
-        return own.model_copy(update={**there[""], "by_source": by_source})
+        by_source = {source: each.model_copy(update=there[source]) for source, each in section.by_source.items()}
+        return section.model_copy(update={**there[""], "by_source": by_source})
 
     def rewards(self) -> RewardsConfig:
-        own = self._config.rewards
-        options = {name: self._options(each, f"options/{name}") for name, each in own.options.items()}
+        section = self._config.rewards
+        options = {name: self._options(each, f"options/{name}") for name, each in section.options.items()}
         for name, path in _read_by_rewards(self._config).items():
             options[name]["path"] = self.there(path, f"options/{name}/{Path(path).name}")
-        functions = tuple(self.code(target, "rewards") for target in own.functions)
-        return own.model_copy(update={"functions": functions, "options": options})
+        functions = tuple(self.code(target, "rewards") for target in section.functions)
+        return section.model_copy(update={"functions": functions, "options": options})
 
     def _options(self, own: Mapping[str, Any], name: str) -> dict[str, Any]:
-        """With the keys of its server as they are there: by their folder's name, which all of a run must share."""
+        """Options with the keys of its server as they are there: by their folder's name, which a run's processes share."""
         there, keys = {**own}, own.get("keys")
         if isinstance(keys, str) and all((Path(keys) / file).is_file() for file in _OF_A_PEER):
             there["keys"] = self.keys(Path(keys), f"{name}/{Path(keys).name}")
         return there
 
     def scoring(self) -> ScoringConfig:
-        """With the teachers as they are there."""
-        own = self._config.scoring
-        there = {path: self.there(path, f"teachers/{number}") for number, path in enumerate(own.reference.directories)}
-        by_source = {source: there.get(path, path) for source, path in own.reference.by_source.items()}
-        changed = {"path": there.get(own.reference.path, own.reference.path), "by_source": by_source}
-        return own.model_copy(update={"reference": own.reference.model_copy(update=changed)})
+        """The section with the teachers' paths there."""
+        section = self._config.scoring
+        there = {path: self.there(path, f"teachers/{number}") for number, path in enumerate(section.reference.directories)}
+        by_source = {source: there.get(path, path) for source, path in section.reference.by_source.items()}
+        changed = {"path": there.get(section.reference.path, section.reference.path), "by_source": by_source}
+        return section.model_copy(update={"reference": section.reference.model_copy(update=changed)})
 
 
 def _read_by_rewards(config: Config) -> dict[str, str]:
-    """By the name of a reward: its option `path`, where it names something."""
+    """The option `path` of each reward that has one, by the reward's name."""
     chosen = {name: options.get("path") for name, options in config.rewards.options.items()}
     return {name: path for name, path in chosen.items() if isinstance(path, str) and Path(path).exists()}
 

@@ -33,12 +33,12 @@ def on_cuda(config: Config) -> bool:
 def placement_of(config: Config, inventory: Inventory | None = None) -> Placement:
     """inventory: where it is known already; where a launcher has found its hosts, actors are on those. Raises ConfigError."""
     inventory = inventory or inventory_of(config)
-    found = place(replace(wanted(config), away=len(inventory) > 1 and not config.placement.hosts), inventory)
-    for slot in found.slots.values():
+    placement = place(replace(wanted(config), away=len(inventory) > 1 and not config.placement.hosts), inventory)
+    for slot in placement.slots.values():
         if not slot.host:
             visible(slot.devices, os.environ)  # refuses what CUDA_VISIBLE_DEVICES does not show
             machine_cpus(slot.cpus or ())  # and CPUs that this process may not use
-    return found
+    return placement
 
 
 def nodes_of(config: Config, placement: Placement, run: RunDir, sockets: Path) -> list[Node]:
@@ -53,7 +53,7 @@ def nodes_of(config: Config, placement: Placement, run: RunDir, sockets: Path) -
     relays = {name: f"ipc://{ON_HOST}/relay" for name in hosts if name.startswith("relay-")}
     scorer_on = {hosts[name]: address for name, address in scorers.items()}
     relay_on = {hosts[name]: address for name, address in relays.items()}
-    # Shared memory is for who came by ipc: the hub's own machine does, wherever else it listens.
+    # Shared memory is for peers that connect by ipc, as those on the hub's own machine do.
     nodes = [Node("hub", "hub", (hub, network) if network else (hub,), run.log("hub"))]
     nodes.append(Node("learner", "learner", (hub,), run.log("learner")))
     nodes += [Node(name, "scorer", (address,), run.log(name)) for name, address in scorers.items()]
@@ -66,8 +66,8 @@ def nodes_of(config: Config, placement: Placement, run: RunDir, sockets: Path) -
 
 
 def wanted(config: Config) -> WantedNodes:
-    """What this configuration needs, without looking at any host. Raises ConfigError for a device that is chosen twice."""
-    engine, learner, own = config.engine, config.learner, config.placement
+    """The nodes that this configuration needs, without looking at any host. Raises ConfigError for a device chosen twice."""
+    engine, learner, placement = config.engine, config.learner, config.placement
     spread = 1
     if engine.kind == "vllm":
         spread = engine.vllm.tensor_parallel_size * int(engine.vllm.arguments.get("pipeline_parallel_size", 1))
@@ -86,15 +86,15 @@ def wanted(config: Config) -> WantedNodes:
         scorer_devices=_most(*in_process),
         evaluation_devices=_most(of_engine, *beside, *in_process) if evaluates(config) else 0,
         evaluates_beside=bool(config.evaluation.every),
-        learner_hosts=own.learner_hosts,
-        colocate=own.colocate,
-        actor_share=own.actor_share,
-        strategy=own.strategy,
+        learner_hosts=placement.learner_hosts,
+        colocate=placement.colocate,
+        actor_share=placement.actor_share,
+        strategy=placement.strategy,
     )
 
 
 def with_threads(config: Config, threads: int | None) -> Config:
-    """As a process needs it that is to compute with so many threads; None: as it is.
+    """The configuration for a process with `threads` threads; None: unchanged.
 
     An engine whose completions are to be batch invariant keeps its one thread: only with one it can be.
     """
@@ -114,7 +114,7 @@ def evaluates(config: Config) -> bool:
 
 
 def model_devices(config: Config) -> Iterator[tuple[str, str]]:
-    """Of each stage that holds a model (a reward with an option `device`, the reference): its name and device."""
+    """(name, device) of each stage that holds a model: a reward with an option `device`, the reference."""
     for name, options in config.rewards.options.items():
         if isinstance(device := options.get("device"), str):
             yield name, device
@@ -126,19 +126,19 @@ def _devices(setting: str, device: str, count: int = 1) -> Devices:
     kind, colon, _ = device.partition(":")
     if kind == "cuda" and colon:
         raise ConfigError(
-            f"{setting} = {device!r}: which device a process gets is decided by its placement (docs/machines.md), and it sees "
-            "no other; set 'cuda', and choose what the run may use with CUDA_VISIBLE_DEVICES or [[placement.hosts]]"
+            f"{setting} = {device!r}: the placement decides the device of each process (docs/machines.md); set 'cuda', and "
+            "choose the run's devices with CUDA_VISIBLE_DEVICES or [[placement.hosts]]"
         )
     return {"cpu": 0, "cuda": count}.get(kind)
 
 
 def _most(*needs: Devices) -> Devices:
-    """Of roles in one process; what is not CUDA's is left as it is found."""
+    """The devices for several roles in one process; None where none of them uses CUDA and one takes devices as found."""
     return max((need for need in needs if need), default=None if None in needs else 0)
 
 
 def table(config: Config, inventory: Inventory, placement: Placement) -> list[str]:
-    """Where every process runs, for a person; a line each."""
+    """The place of every process, a line each, for a person."""
     names = {"": str(inventory[0])}
     rows = [("process", "host", "devices", *(["CPUs"] if config.placement.strategy else []))]
     for name, slot in placement.slots.items():

@@ -1,4 +1,4 @@
-"""What the hub and every actor of a run must have in common, by name, and what every group of it looks like. No torch.
+"""The digests that the hub and every actor of a run must share, by name, and the schema of its groups. No torch.
 
 Digests are of contents and never of paths, so an actor on another machine may keep its files elsewhere.
 """
@@ -52,7 +52,7 @@ def shared(config: Config, data: RunData) -> dict[str, str]:
 
 
 def schema(config: Config) -> GroupSchema:
-    """What a group must be to be of any use to this run's learner."""
+    """The schema of the groups that this run's learner can use."""
     generation, environments = config.generation, environment_specs(config).values()
     return GroupSchema(
         group_size=generation.group_size,
@@ -71,15 +71,15 @@ def schema(config: Config) -> GroupSchema:
 
 
 def _vocabulary(config: Config) -> int:
-    """Rows of the embedding. What a config.json leaves out is its family's default, which transformers knows."""
+    """Rows of the embedding. transformers knows the family's default for a config.json without the number."""
     described = _model(config)
     size = described.get("text_config", described).get("vocab_size")
     if isinstance(size, int):
         return size
     from transformers import AutoConfig
 
-    found = from_pretrained(AutoConfig, Path(config.model))
-    return int(found.get_text_config().vocab_size)
+    model = from_pretrained(AutoConfig, Path(config.model))
+    return int(model.get_text_config().vocab_size)
 
 
 def _model(config: Config) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _model(config: Config) -> dict[str, Any]:
 
 
 def portable(value: Any) -> Any:
-    """Without the folders of absolute paths."""
+    """The value without the folders of absolute paths."""
     if isinstance(value, dict):
         return {key: portable(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -65,11 +65,11 @@ def run_evaluation(
     try:
         with environments_of(config, tokenizer) as environments:
             sampling = config.generation.sampling
-            own = sampling.model_copy(update={"temperature": 1.0})
+            sampled = sampling.model_copy(update={"temperature": 1.0})
             judging = Judging(
                 composition=config.rewards.composition,
                 judged=[sampling] * config.generation.group_size if group_rewards(config) else (GREEDY,),
-                sampled=[own] * asked.samples,
+                sampled=[sampled] * asked.samples,
                 solved_by=solved_by(config, score_names(config, environments.all)),
                 solved_at=asked.solved_at,
             )
@@ -93,19 +93,19 @@ def environments_of(
     from async_rlhf.actors.loop.context import Environment, Environments
 
     with ExitStack() as stack:
-        found = dict[str, Environment]()
+        environments = dict[str, Environment]()
         for source, spec in environment_specs(config).items():
-            own = config.environment.all[source]
-            pool = EpisodePool[RolloutKey](spec, own, wake)
+            section = config.environment.all[source]
+            pool = EpisodePool[RolloutKey](spec, section, wake)
             stack.callback(pool.close)
-            found[source] = Environment(
+            environments[source] = Environment(
                 spec,
                 pool,
-                Renderer(tokenizer, config.data.chat, own.render, spec.tools, config.data.chat_template_kwargs),
+                Renderer(tokenizer, config.data.chat, section.render, spec.tools, config.data.chat_template_kwargs),
                 max_prompt_length=longest_prompt(config)[0],
                 max_length=config.generation.longest_completion,
             )
-        yield Environments(found.pop("", None), found)
+        yield Environments(environments.pop("", None), environments)
 
 
 def evaluating_engine(config: Config) -> EngineConfig:
@@ -161,10 +161,8 @@ def evaluate_alone(
 
 
 def import_models() -> None:
-    """What these import stays for good, a million objects: the garbage collector looks at none of them, then or later.
-
-    That is a fifth of the time of the import.
-    """
+    """Import transformers' models, without the garbage collector, which would take a fifth of the time; it never looks at
+    the million objects that this makes and that stay for good."""
     gc.disable()
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401  both, for these import the rest
 

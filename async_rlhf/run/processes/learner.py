@@ -76,7 +76,7 @@ def backend_of(config: Config, meeting: str) -> Iterator[Controller]:
 
 @contextmanager
 def ranks_beside(run: RunDir, config: Config) -> Iterator[str]:
-    """For a learner that no supervisor has started: its other ranks, on this machine, and where it meets them."""
+    """Start the other ranks, on this machine, of a learner that no supervisor has started; gives their meeting address."""
     meeting = f"{LOOPBACK}:{free_port(LOOPBACK)}"
     others = start_all(run.launcher, run.path, rank_nodes(config.learner.ranks, meeting, run.log))
     try:

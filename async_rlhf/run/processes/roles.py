@@ -1,4 +1,4 @@
-"""What each process of a run does: picks the parts for its role, wires them, runs, and ends with a code for the reason.
+"""The main function of each process of a run: picks the parts of its role, wires them, runs, and ends with an exit code.
 
 A launcher begins it as `python -m async_rlhf.run.processes.roles ROLE RUN_DIR ...`, or forks it; the wings are imported in the
 process that needs them. A role lives no longer than the supervisor that started it (`launch.tether`) and ignores the signals
@@ -103,7 +103,7 @@ def little_room(directory: Path, pause_bytes: int) -> str:
 
 
 def run_learner(run: RunDir, config: Config, address: str, meeting: str = "") -> None:
-    """The model that learns, from the newest checkpoint on. meeting: where it meets its other ranks, if there are any."""
+    """Run the learner, from the newest checkpoint on. meeting: where it meets its other ranks, if there are any."""
     import_models()
     from async_rlhf.buffers.clients.learner import LearnerClient
 
@@ -121,7 +121,6 @@ def run_learner(run: RunDir, config: Config, address: str, meeting: str = "") ->
 
 
 def run_learner_rank(run: RunDir, config: Config, rank: str, meeting: str) -> None:
-    """Another process of the learner."""
     import_models()
     run_rank(config, int(rank), meeting)
 
@@ -137,7 +136,7 @@ def run_scorer(run: RunDir, config: Config, address: str) -> None:
 def run_actor(
     run: RunDir, config: Config, address: str, name: str, scorer: str = "", *, progress: Callable[[], None] | None = None
 ) -> None:
-    """One generator: engine, scoring pool and loop.
+    """Run an actor: engine, scoring pool and loop.
 
     scorer: where the scorer process listens, if there is one. progress: called when a completion has been scored.
     """
@@ -211,14 +210,14 @@ def _actor_client(config: Config, data: RunData, address: str, name: str, bits: 
 
 
 def run_context(config: Config, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, **further: Any) -> RunContext:
-    """What a group number means in this run. further: as in `RunContext`."""
+    """The prompts and seeds of this run's group numbers. further: as in `RunContext`."""
     from async_rlhf.actors.loop.context import RunContext
 
     return RunContext(config.seed, rows, config.generation, tokenizer, config.data.row_template, **further)
 
 
 def run_relay(run: RunDir, config: Config, hub: str, address: str) -> None:
-    """What stands between the hub and the actors of another host."""
+    """Run the relay between the hub and the actors of another host."""
     Relay(hub, address, config.weights, connector(config.security.directory)).run()
 
 
@@ -228,7 +227,7 @@ def relay_by_hand(
     """Returns after SIGINT or SIGTERM. Raises ConfigError for what cannot be, DeadlineError when the hub does not let it in."""
     for given, directory, option in ((hub, keys, "--keys"), (address, own_keys, "--own-keys")):
         if directory is None and not is_local(given):
-            raise ConfigError(f"{given!r} is beyond this machine, which needs {option} (make them: async-rlhf keys new DIR)")
+            raise ConfigError(f"{given!r} is beyond this machine and needs {option} (make keys: async-rlhf keys new DIR)")
     config = WeightsConfig.model_validate(parse_settings(("weights",), overrides)["weights"])
     access = None if own_keys is None else load_hub(own_keys)
     relay = Relay(hub, address, config, connector(keys), access)

@@ -38,14 +38,14 @@ _SEND_S = 2.0
 # A service's answer without an end fills no more than this of the machine.
 _MOST_MEMORY = 2 << 30
 _KEPT = 500  # lines after which it is written how far it is
-# Of a table: groups of the first step and of each so many later, so many rows, texts of so many characters.
+# Limits of a table: steps between groups, rows, and characters of a text.
 _SAMPLED_EVERY, _MOST_ROWS, _LONGEST = 25, 32, 4000
-# What a line is about rather than measures.
+# Keys of a line that are not measurements.
 _NO_MEASURES = ("step", "time", "version", "num_prompts")
 
 
 class _Sent(BaseModel):
-    """How far the tracker has come: the step of the last line it sent, how many evaluations, the last step with a table of its
+    """The state of sending: the step of the last sent line, the number of evaluations, the last step with a table of its
     groups; and the branch that it sends to."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -61,12 +61,12 @@ def tracker_nodes(config: Config, run: RunDir) -> list[Node]:
 
 
 def run_tracker(run: RunDir, config: Config, kind: TrackerKind, *, progress: Callable[[], None] = lambda: None) -> None:
-    """The process: until the run's roles are no longer at work, and all is sent. Raises ConfigError where another one sends."""
+    """The process, until the run's roles have ended and all is sent. Raises ConfigError where another process sends."""
     _send(run, kind, run.is_announced, progress)
 
 
 def track(run: RunDir, kind: str, say: Callable[[str], None]) -> None:
-    """The command: sends what the service does not have, of a run that lives until its end. Raises ConfigError, DamagedError,
+    """The command: sends all lines that the service lacks, and follows a live run to its end. Raises ConfigError, DamagedError,
     and AsyncRLHFError for what the service or its library refuses."""
     if kind not in KINDS:
         raise ConfigError(f"--to {kind!r} is no tracker; choose one of: {', '.join(KINDS)}")
@@ -84,7 +84,7 @@ def track(run: RunDir, kind: str, say: Callable[[str], None]) -> None:
 
 
 def _send(run: RunDir, kind: TrackerKind, goes_on: Callable[[], bool], progress: Callable[[], None] = lambda: None) -> _Sent:
-    """While the run goes on, and then the rest; returns how far that is."""
+    """Send while the run goes on, and then the rest; returns the state of sending."""
     with _alone(run, kind), _bounded_memory():
         sent = _read(run, kind)
         tracker, lines = opened(kind, run, sent.branch), _UnsentLines(Reading(run))
@@ -105,7 +105,7 @@ def _send(run: RunDir, kind: TrackerKind, goes_on: Callable[[], bool], progress:
 
 @contextmanager
 def _alone(run: RunDir, kind: str) -> Iterator[None]:
-    """No other process sends the run to this service meanwhile. Raises ConfigError."""
+    """Within, no other process sends the run to this service. Raises ConfigError."""
     with run.tracked(kind).with_suffix(".lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -116,7 +116,7 @@ def _alone(run: RunDir, kind: str) -> Iterator[None]:
 
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """Of this process, beyond what it has, and of those it starts. Linux."""
+    """Limit the memory that this process may take beyond its present size, and that of its children. Linux."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if held := getattr(psutil.Process().memory_info(), "data", 0):
         most = held + _MOST_MEMORY
@@ -128,7 +128,7 @@ def _bounded_memory() -> Iterator[None]:
 
 
 class _UnsentLines:
-    """Logs what was added to the files of a run and was not sent yet."""
+    """Logs the lines of a run's files that were not sent yet."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading, self._num_evaluations = reading, 0
@@ -149,9 +149,9 @@ class _UnsentLines:
                 if rows := _rows(record, record.get("samples")):
                     tracker.table("evaluation_samples", record["step"], _time(record), rows)
                 sent = sent.model_copy(update={"evaluations": self._num_evaluations})
-        for each in self._reading.samples.rest():
-            if is_step(each) and (step := each["step"]) > sent.sampled and (step == 1 or step % _SAMPLED_EVERY == 0):
-                self._groups[step, each.get("group")] = each
+        for group in self._reading.samples.rest():
+            if is_step(group) and (step := group["step"]) > sent.sampled and (step == 1 or step % _SAMPLED_EVERY == 0):
+                self._groups[step, group.get("group")] = group
         for step in sorted({step for step, _ in self._groups if step < sent.step or is_last}):
             of_step = [self._groups.pop(key) for key in list(self._groups) if key[0] == step]
             if rows := [row for each in of_step for row in _rows(each, each.get("rollouts"))]:
@@ -173,7 +173,7 @@ def measures(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 def _rows(record: Mapping[str, Any], samples: Any) -> list[Row]:
     """A table of what was written, of an evaluation's samples or a group's rollouts; what has another form is left out."""
-    found: list[Row] = [
+    rows: list[Row] = [
         {
             "step": record["step"],
             "prompt": _text(sample.get("prompt", record.get("prompt"))),
@@ -183,7 +183,7 @@ def _rows(record: Mapping[str, Any], samples: Any) -> list[Row]:
         for sample in (samples if isinstance(samples, list) else ())
         if isinstance(sample, Mapping)
     ]
-    return found[:_MOST_ROWS]
+    return rows[:_MOST_ROWS]
 
 
 def _text(value: Any) -> str:
@@ -196,7 +196,7 @@ def _time(record: Mapping[str, Any]) -> float:
 
 
 def _read(run: RunDir, kind: TrackerKind) -> _Sent:
-    """A file that is damaged is as none: what was sent is sent again."""
+    """The state of sending. A damaged file counts as missing, and everything is sent again."""
     try:
         return _Sent.model_validate_json(read_small(run.tracked(kind)))
     except (FileNotFoundError, ValidationError):

@@ -1,4 +1,4 @@
-"""One process of a run as its supervisor sees it: what runs, since when, when it last sent a beat, how often it has died.
+"""One process of a run as its supervisor sees it: its start, its last beat and its deaths.
 
 Decides when to start again, when to give up and when a process is frozen; what follows from it is for the caller, which passes
 the time (`SupervisedTime`): the supervisor for roles, the `evaluator` for its own.
@@ -19,8 +19,8 @@ MAX_DEATHS = 6
 _SAME_ERRORS = 2
 """A role that has never worked in this run ends no oftener than so by the same error."""
 _MAX_PAUSE_S = 30.0
-_WORKED_PAUSES = 10  # a life so many times longer than the pause before it was no attempt to start
-_SILENT, _SILENT_WORKED_S = ("scorer", "relay"), 300.0  # these do not say what they have done
+_WORKED_PAUSES = 10  # a life this many times longer than the pause before it was no failed start
+_SILENT, _SILENT_WORKED_S = ("scorer", "relay"), 300.0  # roles that do not report progress
 _LONGEST_LOOK_S = 1.0
 
 
@@ -41,7 +41,7 @@ class SupervisedTime:
 
 
 class Every:
-    """Called often, true at the first call and then once in so many seconds."""
+    """A timer: true at the first call and then once every `seconds`."""
 
     def __init__(self, seconds: float, now: Callable[[], float]) -> None:
         self._seconds, self._now, self._due_at = seconds, now, now()
@@ -54,10 +54,10 @@ class Every:
 
 
 class ProcessEnd(NamedTuple):
-    """code: as `Process.poll` returns it. reason: why, by the process's own account; empty where it gave none."""
-
     code: int
+    """As `Process.poll` returns it."""
     reason: str
+    """The process's own reason; empty where it gave none."""
 
 
 @dataclass
@@ -98,17 +98,17 @@ class Child:
         self._beat_at = self._progress_at = now
 
     def beats(self, now: float) -> bytes:
-        """What the process has sent since the last call (`tether`)."""
-        found = b"" if self.process is None else self.process.read_beats()
-        if found:
+        """The beats sent since the last call (`tether`)."""
+        beats = b"" if self.process is None else self.process.read_beats()
+        if beats:
             self._beat_at = now
-        if PROGRESS in found:
+        if PROGRESS in beats:
             self._progress_at = now
             self.progressed()
-        return found
+        return beats
 
     def end(self) -> ProcessEnd | None:
-        """Of the process, once it has ended."""
+        """The end of the process, once it has ended."""
         code = None if self.process is None else self.process.poll()
         return None if self.process is None or code is None else ProcessEnd(code, self.process.failure_message())
 
@@ -153,7 +153,7 @@ class Child:
         return self._waits(now, first_pause_s, self._losses), is_news
 
     def _waits(self, now: float, first_pause_s: float, times: int) -> float:
-        """No process of it lives; times: so often in a row."""
+        """No process of the role lives. times: how often in a row."""
         self.process, self.ended_well, self._started_at, self._progressed = None, False, now, False
         self._pause_s = min(_MAX_PAUSE_S, first_pause_s * 2 ** min(times - 1, 16))
         self.start_at = now + self._pause_s

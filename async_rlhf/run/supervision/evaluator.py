@@ -41,17 +41,19 @@ _MAX_KILLED = 3
 
 @dataclass(frozen=True)
 class Due:
-    """An evaluation to be made. label: `start`, `step`, or `end`. step: after which the weights are as they are evaluated."""
+    """An evaluation to be made."""
 
     label: str
+    """`start`, `step`, or `end`."""
     step: int
+    """The weights after this step are evaluated."""
 
     def __str__(self) -> str:
         return f"step {self.step}" if self.label == "step" else f"the {self.label}"
 
 
 Missing = Sequence[tuple[Due, str]]
-"""What never will be evaluated, with the reasons."""
+"""Evaluations that will never be made, with the reasons."""
 
 
 def plan(
@@ -63,9 +65,9 @@ def plan(
     finished: bool = False,
     given_up: Set[Due] = frozenset(),
 ) -> tuple[Due | None, Missing]:
-    """What is evaluated next, and what is missing for good. records: the lines of `evaluations.jsonl`. checkpoints: steps of
-    those that are whole, ascending. last_step: `max_steps`, None where it is not known. finished: no step follows. given_up:
-    what has failed in this life of the supervisor.
+    """The next evaluation, and those that are missing for good. records: the lines of `evaluations.jsonl`. checkpoints: steps
+    of those that are whole, ascending. last_step: `max_steps`, None where it is not known. finished: no step follows.
+    given_up: evaluations that have failed in this life of the supervisor.
 
     The initial model comes first, then the newest checkpoint that is due, then the end, unless that step was evaluated. What is
     due and older is skipped.
@@ -115,7 +117,7 @@ class Evaluator:
         """Why no further step is wanted; empty while one is."""
 
     def look(self, *, finished: bool = False) -> bool:
-        """Whether anything is being evaluated; begins what is due and looks after it. Never waits."""
+        """Begin the due evaluation and look after it; returns whether one is under way. Never waits."""
         if self._running is not None:
             self._look_after(*self._running)
         if self._running is None and (finished or (not self._placement.evaluation_waits and self._is_time())):
@@ -134,7 +136,7 @@ class Evaluator:
             self._running = None
 
     def judge(self) -> None:
-        """Set `checkpoints/best` to what the lines say, and `plateau`."""
+        """Set `checkpoints/best` and `plateau` from the lines."""
         records = self._records()
         self.plateau = self._config.evaluation.plateau(records)
         try:
@@ -156,8 +158,8 @@ class Evaluator:
             finished=finished,
             given_up=self._given_up,
         )
-        for each, reason in missing:
-            self._miss(each, reason)
+        for lost, reason in missing:
+            self._miss(lost, reason)
         if due is None:
             return
         checkpoint = self._run.path / "checkpoints" / f"step_{due.step:06d}"
@@ -200,7 +202,7 @@ class Evaluator:
         self._miss(due, f"it failed with code {code}: {reason or 'see logs/evaluation.log'}")
 
     def _miss(self, due: Due, reason: str) -> None:
-        """It is not tried again in this life of the supervisor."""
+        """Record a missing evaluation, which is not tried again in this life of the supervisor."""
         self._given_up.add(due)
         record_evaluation(self._run, {"label": due.label, "step": due.step, "time": time.time(), "missing": reason[:1000]})
         self._progress.event(f"no evaluation of {due}: {reason}")

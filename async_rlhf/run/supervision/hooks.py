@@ -1,4 +1,4 @@
-"""What happens in a run that may need a person, or is worth showing one, and its delivery to what the operator has named.
+"""Events of a run that may need a person, or are worth showing one, and their delivery to the operator's command or webhook.
 
     stalled           no step for too long, and the run has ended     diverged   it refused to train, or went beyond a limit
     failed            it has ended otherwise, by an error             finished   nothing is left to train on
@@ -83,13 +83,13 @@ class Hooks:
             return not (self._waiting or self._is_delivering)
 
     def failures(self) -> list[str]:
-        """What failed since the last call."""
+        """The deliveries that failed since the last call, with the reasons."""
         with self._news:
             failed, self._failures = self._failures, []
             return failed
 
     def close(self, *, at_once: bool = False) -> None:
-        """at_once: what waits is dropped."""
+        """at_once: drop waiting events."""
         with self._news:
             self._closing = True
             if at_once:
@@ -126,7 +126,7 @@ class Hooks:
         self._failures.append(f"the hook for {event['event']!r} failed ({self.failed} so far): {problem}")
 
     def _command(self, event: Event) -> str:
-        """What went wrong; empty when nothing did."""
+        """Run the command; the error, empty when there is none."""
         timeout_s = self._config.timeout_s
         environment = {**os.environ, "ASYNC_RLHF_EVENT": event["event"], "ASYNC_RLHF_RUN_DIR": str(self._run_dir.resolve())}
         try:
@@ -154,7 +154,7 @@ class Hooks:
         return "" if code == 0 else f"ended with code {code}; see {self._log}"
 
     def _post(self, event: Event) -> str:
-        """What went wrong, without the address, which may hold a key; empty when nothing did."""
+        """Post to the webhook; the error without the address, which may hold a key; empty when there is none."""
         import httpx2
 
         async def post() -> int:
@@ -175,7 +175,7 @@ class Hooks:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """With all it started, unless it has ended."""
+    """Kill the process and all its children, unless it has ended."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -204,12 +204,12 @@ class Events:
             self._raise(kinds.get(end.code, "failed"), end.reason, code=end.code)
 
     def disk_low(self, text: str) -> None:
-        """There is little room, in these words."""
+        """Little room is left on the disk; `text` says how much."""
         self._show(text)
         self._raise("disk_low", text)
 
     def look(self) -> None:
-        """Show what has become of the hooks."""
+        """Show the hooks' failures."""
         for last_error in self._hooks.failures():
             self._show(last_error)
 

@@ -36,7 +36,7 @@ class HubNotifier:
         self._thread.start()
 
     def drain(self) -> None:
-        """To be called again for a hub that was started again, which begins without it."""
+        """Drain the hub; call it again for a restarted hub."""
         self.gone("")
 
     def gone(self, actor: str) -> None:

@@ -24,7 +24,7 @@ _STATUS_S = 1.0
 
 
 class BitsPromise:
-    """event: called with what is said of a promise that is withdrawn."""
+    """event: called with a message about a withdrawn promise."""
 
     def __init__(self, run: RunDir, event: Callable[[str], None], now: Callable[[], float]) -> None:
         self._run, self._event, self._is_due = run, event, Every(_STATUS_S, now)
@@ -33,16 +33,16 @@ class BitsPromise:
             self._say(self._known.obstacle)
 
     def look(self, *, is_last: bool = False) -> None:
-        """Never waits. A manifest that cannot be written says less; the event is there."""
+        """Never waits. Where the manifest cannot be written the event remains."""
         if self._known is None or self._known.obstacle or not (is_last or self._is_due()):
             return
         with suppress(DamagedError, OSError):
-            found = judged(self._known, self._run.read_ledger().get("bits", ()))
-            if found != self._known:
-                self._known = found
-                if found.obstacle:
-                    self._say(found.obstacle)
-                self._run.keep_bits(found)
+            bits = judged(self._known, self._run.read_ledger().get("bits", ()))
+            if bits != self._known:
+                self._known = bits
+                if bits.obstacle:
+                    self._say(bits.obstacle)
+                self._run.keep_bits(bits)
 
     def _say(self, obstacle: str) -> None:
         self._event(
@@ -51,7 +51,7 @@ class BitsPromise:
 
 
 def judged(known: RecordedBits, actors: Iterable[Sequence[str]]) -> RecordedBits:
-    """After these have joined, in this order: name, digest or empty, obstacle or empty."""
+    """The promise after these actors have joined, in this order: name, digest or empty, obstacle or empty."""
     for name, digest, obstacle in actors:
         if obstacle:
             return RecordedBits(obstacle=f"{name}: {obstacle}")

@@ -1,4 +1,4 @@
-"""What a run needs of its machine and its operator, as the supervisor sees it: room on the disk, and prompts.
+"""The resources of a run that the supervisor watches: room on the disk, and prompts.
 
     owns        nothing
     waits for   nothing
@@ -28,7 +28,7 @@ from async_rlhf.run.supervision.child import Every
 _MEASURE_S = 10.0
 _LOW = 4  # times `disk_pause_bytes`: room for some checkpoints between the report and the pause
 _STATUS_S, _FRESH_S = 1.0, 5.0  # the hub writes its status twice a second
-# By the key of the hub's status: what is said when the wait begins, and when it is over.
+# Messages at the beginning and at the end of a wait, by the key of the hub's status.
 _WAITS = {
     "waits_for_room": ("waiting for room on the disk (disk_pause_bytes)", "there is room on the disk again"),
     "waits_for_prompts": ("waiting for prompts: the spool has none", "there are prompts again"),
@@ -77,7 +77,7 @@ class RunDisk:
 
 
 class OperatorWait:
-    """Whether the run waits for its operator and for nothing else. event: called when such a wait begins and ends."""
+    """Whether the run waits for its operator alone. event: called when such a wait begins and ends."""
 
     def __init__(self, run: RunDir, event: Callable[[str], None], now: Callable[[], float]) -> None:
         self._run, self._event, self._now, self._is_due = run, event, now, Every(_STATUS_S, now)
@@ -85,7 +85,7 @@ class OperatorWait:
         self._waits_for = ""
 
     def waits(self) -> bool:
-        """By the last look."""
+        """Whether the run waited at the last look."""
         if self._is_due():
             before, self._waits_for = self._waits_for, self._look()
             if before and before != self._waits_for:

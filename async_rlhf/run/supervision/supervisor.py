@@ -118,7 +118,7 @@ class Supervisor:
                     self._evaluator.finish(stop=self._is_forced)
                 return True
             with on_signals(self.interrupt), self._listening(), self._beside():
-                self._tail.skip()  # lines are of earlier starts, and may be gigabytes
+                self._tail.skip()  # lines of earlier starts, which may be gigabytes
                 self._samples.skip()
                 last = line_of_step(self._run.metrics)
                 self._spent = Spent() if last is None else Spent.until(last)
@@ -151,15 +151,15 @@ class Supervisor:
         self.events.ended(end)
 
     def drain(self) -> None:
-        """As a first signal does; may be called by any thread."""
+        """Drain like a first signal; may be called by any thread."""
         self._num_signals = self._num_signals or 1
 
     def interrupt(self, *_: object) -> None:
-        """As a signal does: the first drains, the second forces."""
+        """Act like a signal: the first drains, the second ends at once."""
         self._num_signals += 1
 
     def processes(self) -> dict[str, Process]:
-        """What runs now, by name."""
+        """The running processes by name."""
         running = {name: child.process for name, child in self._children.items()}
         return {name: process for name, process in running.items() if process is not None and process.poll() is None}
 
@@ -212,7 +212,7 @@ class Supervisor:
         child.started(process, self._now())
 
     def _attempt(self, child: Child) -> bool:
-        """Start it; what the machine refuses is a death."""
+        """Start a role; an error of the machine counts as a death."""
         try:
             self._start(child)
         except OSError as error:
@@ -223,15 +223,15 @@ class Supervisor:
     # -- watching ----------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Until the learner has ended well."""
+        """Watch until the learner has ended well."""
         while self._children["learner"].wanted:
             time.sleep(_LOOK_S)
             self._report_steps()
             self._report_beginning()
             for child in self._children.values():
                 self._look_after(child)
-            for each in (self._evaluator, self._disk, self._promise, self.events):
-                each.look()
+            for watched in (self._evaluator, self._disk, self._promise, self.events):
+                watched.look()
             if last_error := self._notifier.last_error():
                 self._progress.event(f"the hub did not answer: {last_error}")
             if not self._draining and (self._num_signals or self._evaluator.plateau):
@@ -337,7 +337,7 @@ class Supervisor:
                 self._progress.waiting(self._run.read_ledger(), self._config.groups_per_batch)
 
     def _stall_report(self) -> str:
-        """What each process waits for."""
+        """A message that says why no step was finished, and what the learner waits for."""
         try:
             with self._ask_for(5.0) as hub:
                 status = hub.status()
@@ -381,18 +381,19 @@ class Supervisor:
         while any(each.process is not None or each.wanted for each in trackers) and self._now() < deadline:
             if self._is_forced() or self._run.is_lost():
                 break
-            for each in trackers:
-                self._look_after(each)
+            for tracker in trackers:
+                self._look_after(tracker)
             time.sleep(_LOOK_S)
-        for each in trackers:
-            each.kill()
-            if each.process is not None and self._now() >= deadline:
-                self._progress.event(f"{each.node.name} was not ready {_TRACKING_S:.0f} s after the end; see {each.node.log}")
+        for tracker in trackers:
+            tracker.kill()
+            if tracker.process is not None and self._now() >= deadline:
+                node = tracker.node
+                self._progress.event(f"{node.name} was not ready {_TRACKING_S:.0f} s after the end; see {node.log}")
 
 
 @contextmanager
 def _refused_when_full() -> Iterator[None]:
-    """What cannot be made before the run has begun (no room, no right) is a matter of the machine: it is refused."""
+    """Turn an OSError before the run has begun (no room, no permission) into a ConfigError."""
     try:
         yield
     except OSError as error:

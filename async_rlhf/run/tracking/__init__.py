@@ -21,7 +21,7 @@ from async_rlhf.run.watching import TrackerKind
 
 KINDS: tuple[TrackerKind, ...] = get_args(TrackerKind)
 PROJECT = "async-rlhf"
-"""Where the environment names no other."""
+"""The project, unless the environment names another."""
 Row = Mapping[str, str | int]
 
 
@@ -33,13 +33,13 @@ class Tracked(NamedTuple):
     id: str
     """The same for all lives of a run, another for every other and for each branch."""
     branch: str
-    """Empty; `-2`, `-3`... for what follows when a run is set back behind what was sent."""
+    """Empty; `-2`, `-3`... after a run was set back behind the sent steps."""
     config: dict[str, Any]
-    """With asterisks for what may be secret."""
+    """The configuration with asterisks for secrets."""
 
 
 class Tracker(Protocol):
-    """One service. After `flush` what was logged is not lost when the process dies."""
+    """One service. After `flush` the logged data survive the death of the process."""
 
     def log(self, step: int, at: float, values: Mapping[str, float]) -> None:
         """at: seconds since the epoch. Steps of evaluations come after later ones."""
@@ -66,7 +66,7 @@ def check_place(kind: TrackerKind) -> None:
 
 
 def _may_have_key() -> bool:
-    """Whether one of the places is there where Weights & Biases looks for a key."""
+    """Whether one of the places exists where Weights & Biases looks for a key."""
     own = os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")
     files = (os.environ.get("NETRC", "~/.netrc"), "~/_netrc", f"{own}/settings", "wandb/settings")
     named = any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
@@ -74,7 +74,7 @@ def _may_have_key() -> bool:
 
 
 def opened(kind: TrackerKind, run: RunDir, branch: int) -> Tracker:
-    """The service, going on with what it has of the run. branch: from 1. Raises ConfigError, and what its library raises."""
+    """The service, continuing its data of the run. branch: from 1. Raises ConfigError, and its library's errors."""
     path, behind = run.path.resolve(), f"-{branch}" if branch > 1 else ""
     identity = hashlib.blake2b(f"{run.started}{path}{behind}".encode(), digest_size=8).hexdigest()
     config = without_secrets(json.loads(run.config().model_dump_json()))

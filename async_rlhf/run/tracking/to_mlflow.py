@@ -26,8 +26,8 @@ class Service:
         self._client, name = MlflowClient(), os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         experiment = self._client.get_experiment_by_name(name)
         place = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
-        if found := self._client.search_runs([place], f"tags.`{_TAG}` = '{run.id}'", max_results=1):
-            self._run = found[0].info.run_id
+        if runs := self._client.search_runs([place], f"tags.`{_TAG}` = '{run.id}'", max_results=1):
+            self._run = runs[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
             return
         self._run = self._client.create_run(place, run_name=run.name, tags={_TAG: run.id}).info.run_id
@@ -51,5 +51,5 @@ class Service:
 
 
 def _named(text: str) -> str:
-    """With the characters that its names may have."""
+    """The text with only the characters that MLflow's names may have."""
     return re.sub(r"[^\w\-./ ]", "_", text)[:250]

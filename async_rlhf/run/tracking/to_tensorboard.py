@@ -21,4 +21,4 @@ class Service:
         self._writer.add_event(Event(step=step, wall_time=at, summary=shown))
 
     def table(self, name: str, step: int, at: float, rows: Sequence[Row]) -> None:
-        """It has none."""
+        """TensorBoard has no tables."""

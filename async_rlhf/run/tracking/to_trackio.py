@@ -20,7 +20,7 @@ class Service:
 
     def log(self, step: int, at: float, values: Mapping[str, object]) -> None:
         if not self._is_open:
-            with redirect_stdout(io.StringIO()):  # it prints what it does each time
+            with redirect_stdout(io.StringIO()):  # it prints at each call
                 trackio.init(
                     project=os.environ.get("TRACKIO_PROJECT", PROJECT),
                     name=f"{self._tracked.name}-{self._tracked.id[:8]}",
@@ -37,7 +37,7 @@ class Service:
         self.log(step, at, {name: trackio.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])})
 
     def flush(self) -> None:
-        """Only `finish` waits for what was logged. What is logged later resumes the run, in a thirtieth of a second."""
+        """Only `finish` waits for logged data. Later calls resume the run, in a thirtieth of a second."""
         if self._is_open:
             with redirect_stdout(io.StringIO()):
                 trackio.finish()

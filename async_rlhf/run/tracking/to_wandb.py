@@ -33,7 +33,7 @@ class Service:
         self.log(step, at, {name: wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])})
 
     def flush(self) -> None:
-        """Its own process writes what it was given."""
+        """The library's own process writes the data."""
 
     def close(self) -> None:
         self._run.finish()
