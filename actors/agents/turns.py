@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from async_rlhf.actors.agents.conversations import Conversations
@@ -71,7 +72,9 @@ class Turns:
             raise RequestError(f"call {named!r} has the reward {self._rewards[number]:g} already; it is set once", 409)
         answer = read(value)
         if answer.value is None:
-            raise RequestError(f"the reward of call {named!r}: {answer.failure or 'None; a number was expected'}")
+            raise RequestError(
+                f"the reward of call {named!r}: {answer.failure.reason if answer.failure else 'None; a number was expected'}"
+            )
         self._rewards[number] = answer.value
 
     def end(self, result: Any) -> Scores:
@@ -87,8 +90,10 @@ class Turns:
             answer = read(result)
             return counted(answer.score(), counts)
         answers = {str(name): read(value) for name, value in result.items()}
-        if failed := [f"reward {name!r}: {answer.failure}" for name, answer in answers.items() if answer.failure is not None]:
+        if failed := [
+            f"reward {name!r}: {answer.failure.reason}" for name, answer in answers.items() if answer.failure is not None
+        ]:
             return Score(failure=failed[0], metrics=counts)
         values = {name: answer.value for name, answer in answers.items() if answer.value is not None}
         total = read(sum(values.values()) if values else None)
-        return counted(Score(total.value, total.failure, values), counts)
+        return counted(replace(total.score(), metrics=values), counts)

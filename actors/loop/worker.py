@@ -346,12 +346,14 @@ class Worker:
 
     def _telemetry(self) -> Telemetry:
         counters = self._scoring.counters.values()
+        failed = sum((counter.failed for counter in counters), self._context.environments.failed)
         return Telemetry(
             **self._count,
             canary_drift=self._canary_drift,
             **self._bias,
             scoring=float(self._scoring.num_pending),
-            scores_failed_total=float(sum(counter.failed for counter in counters)),
+            scores_failed_total=float(sum(counter.failed.total() for counter in counters)),
+            **{f"failures_{kind}_total": float(count) for kind, count in failed.items()},
             scores_asked_again_total=float(self._scoring.num_resent),
             shown_total=float(sum(counter.shown for counter in counters)),
             shown_not_read_total=float(sum(counter.not_read for counter in counters)),
