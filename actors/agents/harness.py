@@ -38,8 +38,8 @@ from async_rlhf.actors.environments.server import ANY_TURNS, EnvironmentServer
 from async_rlhf.actors.environments.settings import Reply, Scores
 from async_rlhf.actors.environments.tool_calls import TEMPLATE, checked
 from async_rlhf.actors.environments.yields import EpisodeEnd, Read, read_yield
-from async_rlhf.actors.failures import timed_out
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.failures import timed_out
 from async_rlhf.buffers.score import Score
 
 WAIT_S = 1.0

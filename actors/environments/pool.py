@@ -21,12 +21,12 @@ from async_rlhf.actors.environments.remote import RemoteEpisodes
 from async_rlhf.actors.environments.settings import EnvironmentFunction, Reply
 from async_rlhf.actors.environments.worker import EpisodeKind
 from async_rlhf.actors.environments.yields import EpisodeEnd, Read
-from async_rlhf.actors.failures import Failure, FailureKind
 from async_rlhf.actors.workers import CALLER
 from async_rlhf.actors.workers.client import RemoteSessions
 from async_rlhf.actors.workers.pool import WorkerPool
 from async_rlhf.actors.workers.sessions import Closed, Lost, Sessions, StepResult, Stopped
 from async_rlhf.buffers.errors import EpisodeError
+from async_rlhf.buffers.failures import Failure, FailureKind
 
 logger = logging.getLogger(__name__)
 

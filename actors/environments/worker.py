@@ -16,9 +16,9 @@ from async_rlhf.actors.environments.config import SourceEnvironment
 from async_rlhf.actors.environments.loading import EnvironmentSpec, load, with_options
 from async_rlhf.actors.environments.settings import Beside, EnvironmentFunction, Reply
 from async_rlhf.actors.environments.yields import EpisodeEnd, Read, read_return, read_yield
-from async_rlhf.actors.failures import Failure, FailureKind, raised
 from async_rlhf.actors.workers.sessions import NOTHING, Nothing
 from async_rlhf.actors.workers.watchdog import LoopWatchdog, Watched
+from async_rlhf.buffers.failures import Failure, FailureKind, raised
 
 
 class EpisodeKind:

@@ -11,8 +11,8 @@ import msgpack
 
 from async_rlhf.actors.chat import chat_of
 from async_rlhf.actors.environments.settings import Call, Content, Feedback, Scores
-from async_rlhf.actors.failures import Failure, FailureKind
 from async_rlhf.actors.rewards.answer import read, shown
+from async_rlhf.buffers.failures import Failure, FailureKind
 from async_rlhf.buffers.score import Score
 
 Reason = Literal["scored", "returned", "max_turns", "failed"]

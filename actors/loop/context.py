@@ -12,9 +12,9 @@ from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.environments import EnvironmentSpec
 from async_rlhf.actors.environments.pool import EpisodePool
 from async_rlhf.actors.environments.rendering import Renderer
-from async_rlhf.actors.failures import FailureKind
 from async_rlhf.actors.prompts import PLAIN, Row, Template, encode, prompt_number, rollout_seed
 from async_rlhf.buffers.composition import Composition
+from async_rlhf.buffers.failures import FailureKind
 from async_rlhf.buffers.record import Score, source_of
 from async_rlhf.buffers.sampling import Sampling
 

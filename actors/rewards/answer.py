@@ -8,8 +8,8 @@ import numbers
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from async_rlhf.actors.failures import MAX_REASON_CHARS, Failure, FailureKind, raised
 from async_rlhf.buffers.errors import RecordError
+from async_rlhf.buffers.failures import MAX_REASON_CHARS, Failure, FailureKind, raised
 from async_rlhf.buffers.score import MAX_SCORE, Score
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ import numpy as np
 
 from async_rlhf.actors.config import REFERENCE, ScoringConfig
 from async_rlhf.actors.engine import Partial
-from async_rlhf.actors.failures import FailureKind
 from async_rlhf.actors.prompts import PLAIN, Row, Template
 from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec
 from async_rlhf.actors.scoring.places import RewardPlaces
 from async_rlhf.actors.scoring.reward_queue import ScoringTask
 from async_rlhf.actors.scoring.reward_worker import Answers
 from async_rlhf.buffers.errors import RewardError
+from async_rlhf.buffers.failures import FailureKind
 from async_rlhf.buffers.record import Float32Array, Rollout, SamplingMask, Score, pieces, source_of
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from async_rlhf.actors.failures import Failure, FailureKind
 from async_rlhf.actors.rewards import Answer, RewardSpec
+from async_rlhf.buffers.failures import Failure, FailureKind
 
 WINDOW_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0

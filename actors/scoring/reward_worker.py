@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from async_rlhf.actors.failures import Failure, FailureKind
 from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec, Signature, Stream, failed, load, settings_of
 from async_rlhf.actors.workers.process import OUT_OF_MEMORY, end_worker
 from async_rlhf.actors.workers.sessions import Closed, StepResult
 from async_rlhf.actors.workers.watchdog import LoopWatchdog, Watched
+from async_rlhf.buffers.failures import Failure, FailureKind
 
 
 class RewardCall(NamedTuple):

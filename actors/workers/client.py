@@ -28,7 +28,6 @@ from typing import Any, Protocol
 
 import zmq
 
-from async_rlhf.actors.failures import Failure, FailureKind, timed_out
 from async_rlhf.actors.workers import CALLER, CALLER_VARIABLE
 from async_rlhf.actors.workers.messages import (
     STAGES,
@@ -48,6 +47,7 @@ from async_rlhf.actors.workers.messages import (
 )
 from async_rlhf.actors.workers.sessions import Closed, Happened, Lost, StepResult, Stopped
 from async_rlhf.buffers.errors import ConfigError, DeadlineError, RewardError, WireError
+from async_rlhf.buffers.failures import Failure, FailureKind, timed_out
 from async_rlhf.buffers.protocol.message import Codec
 from async_rlhf.buffers.transport.frames import Waker
 from async_rlhf.buffers.transport.keys import load_peer

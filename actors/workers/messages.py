@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from async_rlhf.actors.failures import Failure, FailureKind
 from async_rlhf.actors.rewards.answer import Answer
+from async_rlhf.buffers.failures import Failure, FailureKind
 from async_rlhf.buffers.protocol import message
 from async_rlhf.buffers.protocol.message import Amount, Codec, Count, MessageBase
 

@@ -19,18 +19,19 @@ import queue
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from async_rlhf.actors.failures import Failure, FailureKind, late, raised, timed_out
 from async_rlhf.actors.workers.book import SessionBook
 from async_rlhf.actors.workers.process import LOOK_S, START_LIMIT_S, PoolWorker, WorkerThread, is_over
 from async_rlhf.actors.workers.sessions import Closed, Happened, Lost, SessionKind, StartFailed, StepResult, Stopped, serve
 from async_rlhf.actors.workers.watchdog import GRACE_S
 from async_rlhf.buffers.errors import AsyncRLHFError, DeadlineError
+from async_rlhf.buffers.failures import Failure, FailureKind, late, raised, timed_out
 from async_rlhf.buffers.transport.frames import Waker
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class WorkerPool:
         self._workers: dict[int, PoolWorker] = {}
         self._num_started = self._failed_starts = 0
         self._actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._own_actions: deque[Callable[[], object]] = deque()  # of the thread itself
         self._waker, self._is_rung = Waker(), False
         # Kept from wait to wait: a call of a quick reward costs little more than its messages.
         self._poll, self._by_descriptor = select.poll(), dict[int, PoolWorker]()
@@ -107,9 +109,11 @@ class WorkerPool:
         self.do(partial(self._discard, ids, keys))
 
     def do(self, action: Callable[[], object]) -> None:
+        if threading.get_ident() == self._thread.ident:
+            self._own_actions.append(action)
+            return
         self._actions.put(action)
-        # Else it has not looked at its actions since, or is just acting itself.
-        if not self._is_rung and threading.get_ident() != self._thread.ident:
+        if not self._is_rung:  # else it has not looked at its actions since
             self._is_rung = True
             self._waker.ring()
 
@@ -276,7 +280,7 @@ class WorkerPool:
         # What is asked for later waits for the next turn, which first sees whose process has ended by then.
         num_actions = self._actions.qsize()
         until = until if self._alarm is None else min(until, self._alarm[0])
-        wait_ms = 0 if num_actions else max(0.0, 1000 * (until - time.monotonic()))
+        wait_ms = 0 if num_actions or self._own_actions else max(0.0, 1000 * (until - time.monotonic()))
         ready = [descriptor for descriptor, _ in self._poll.poll(wait_ms)]
         workers = [self._by_descriptor[descriptor] for descriptor in ready if descriptor in self._by_descriptor]
         if len(workers) < len(ready):
@@ -295,6 +299,8 @@ class WorkerPool:
         if self._alarm is not None and now >= self._alarm[0]:
             (_, action), self._alarm = self._alarm, None
             action()
+        while self._own_actions:
+            self._own_actions.popleft()()
         if now >= self._look_at:
             self._look_at_all(now)
         self._advance()

@@ -30,11 +30,11 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple, Protocol
 
-from async_rlhf.actors.failures import Failure, FailureKind, late, timed_out
 from async_rlhf.actors.workers.book import After
 from async_rlhf.actors.workers.process import OUT_OF_MEMORY, end_worker, ended, obey_parent
 from async_rlhf.actors.workers.watchdog import GRACE_S, LoopWatchdog
 from async_rlhf.buffers.errors import AsyncRLHFError
+from async_rlhf.buffers.failures import Failure, FailureKind, late, timed_out
 
 # How often the loop shows that it turns.
 PULSE_S = 0.2

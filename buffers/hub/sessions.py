@@ -81,7 +81,9 @@ class ActorSessions:
                 actor = self._fleet.actors[name]
                 self._weight_server.serves(actor, message.fence, message.version)
                 self._weight_server.broadcasts.reported(actor, message.device)
-                actor.capacity, actor.telemetry = message.capacity, message.telemetry.model_dump()
+                counted, failures = message.telemetry.model_dump(exclude={"failures"}), message.telemetry.failures
+                actor.telemetry = counted | {f"failures_{kind}_total": count for kind, count in failures.items()}
+                actor.capacity = message.capacity
                 actor.progressed(message.progress, now)
             case wire.Release(numbers=numbers):
                 self._admission.release(name, numbers)

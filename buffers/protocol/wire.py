@@ -44,9 +44,8 @@ class Telemetry(MessageBase):
 
     scoring: completions that wait for scores. canary_drift: nats between engine and learner at the newest adoption.
     episodes_*: whose environment failed, and those that began again because its process ended. cleanups_failed: environments
-    whose `finally` failed. failures_*: of scores and episodes, by kind (`async_rlhf.actors.failures`).
-    selection_*: how much what is trained differs in length from what was begun, in tokens, and in turns (see
-    `async_rlhf.actors.loop.length_bias`).
+    whose `finally` failed. failures: of scores and episodes, by `FailureKind`. selection_*: how much what is trained
+    differs in length from what was begun, in tokens and in turns (`async_rlhf.actors.loop.length_bias`).
     """
 
     busy_s: Amount = 0.0
@@ -65,14 +64,7 @@ class Telemetry(MessageBase):
     oldest_group_age: Amount = 0.0
     scoring: Amount = 0.0
     scores_failed_total: Amount = 0.0
-    failures_raised_total: Amount = 0.0
-    failures_timed_out_total: Amount = 0.0
-    failures_died_total: Amount = 0.0
-    failures_unreadable_total: Amount = 0.0
-    failures_no_turn_total: Amount = 0.0
-    failures_reported_total: Amount = 0.0
-    failures_refused_total: Amount = 0.0
-    failures_lost_total: Amount = 0.0
+    failures: dict[Name, Amount] = Field(default_factory=dict, max_length=32)
     scores_asked_again_total: Amount = 0.0
     shown_total: Amount = 0.0
     shown_not_read_total: Amount = 0.0

@@ -7,9 +7,9 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rlhf.actors.failures import Failure, FailureKind
 from async_rlhf.actors.rewards import Answer, RewardSpec
 from async_rlhf.actors.scoring.reward_queue import RewardQueue, ScoringTask, WindowLimit
+from async_rlhf.buffers.failures import Failure, FailureKind
 
 RIGHT = (Answer(1.0),)
 

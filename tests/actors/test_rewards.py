@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import reasoning_gym as gym
 
-from async_rlhf.actors.failures import raised
 from async_rlhf.actors.rewards import Answer, Signature, reward
 from async_rlhf.actors.rewards.builtins.gym import reasoning_gym
 from async_rlhf.actors.rewards.builtins.mathematics import math_verify
 from async_rlhf.actors.rewards.builtins.text import exact, length, overlong, regex
+from async_rlhf.buffers.failures import raised
 
 COMPLETION = {
     "completion": "4",

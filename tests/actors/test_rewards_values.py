@@ -15,12 +15,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from async_rlhf.actors.failures import raised
 from async_rlhf.actors.rewards import Answer, TransientError, resolve, reward
 from async_rlhf.actors.rewards.settings import TRANSIENT
 from async_rlhf.actors.scoring.reward_worker import Answers, RewardCall, ready, run_call
 from async_rlhf.actors.workers import messages
 from async_rlhf.buffers.errors import RecordError
+from async_rlhf.buffers.failures import raised
 from async_rlhf.buffers.score import MAX_SCORE, Score
 
 TEXTS = st.text(st.characters(exclude_categories=()), max_size=20)
