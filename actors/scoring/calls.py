@@ -14,12 +14,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from async_rlhf.actors.rewards import Answer, RewardSpec
+from async_rlhf.actors.rewards import Answer, RewardSettings, RewardSpec
 from async_rlhf.actors.scoring.prefetch import Prefetch, PrefetchBatch
 from async_rlhf.actors.scoring.reward_queue import RewardQueue, ScoringTask
 from async_rlhf.actors.scoring.reward_worker import Answers, RewardCall, answers_of
 from async_rlhf.actors.workers.sessions import Closed, Happened, Lost, Sessions, StepResult, Stopped
 
+_UNLIMITED = RewardSettings(batch_wait_s=0.0)
 Shown = Callable[[str, Collection[int], Answer], object]
 """Takes a finished prefetch: reward, streams, and when it ran or why it failed."""
 
@@ -35,18 +36,17 @@ class RewardCalls:
         answered: Callable[[int, Answers], object],
         shown: Shown,
         stopped: Callable[[], object],
-        *,
-        reads_ahead: bool = True,
+        is_scorer: bool = False,
     ) -> None:
         """timeout_s: of a call whose reward has none of its own. run: begins the sessions. answered: called once for each task,
         with its members' answers. shown: called for each prefetch. stopped: called when nothing more is answered. All three
-        from the thread of the sessions. reads_ahead: what is read ahead is chosen here, and not where it is read."""
+        from the thread of the sessions. is_scorer: batches, limits, retries and what is read ahead are those of the scorer."""
         self._answered, self._shown, self._stopped = answered, shown, stopped
         self._timeouts = {spec.name: spec.timeout_s or timeout_s for spec in specs}
-        self._queues = {spec.name: RewardQueue(spec) for spec in specs}
+        self._queues = {spec.name: RewardQueue(_UNLIMITED if is_scorer else spec) for spec in specs}
         streamed = [spec for spec in specs if spec.stream_tokens]
         self._streamed = tuple(spec.name for spec in streamed)
-        self._prefetches = {spec.name: Prefetch(spec.batch_size) for spec in streamed if reads_ahead}
+        self._prefetches = {spec.name: Prefetch(spec.batch_size) for spec in streamed if not is_scorer}
         self._running: dict[int, tuple[RewardCall, tuple[ScoringTask, ...] | PrefetchBatch]] = {}
         self._ids, self._due = itertools.count(), math.inf
         self.sessions = run(self._happened)

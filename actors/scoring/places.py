@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import RewardFunction, RewardSpec
@@ -25,15 +23,6 @@ from async_rlhf.actors.workers.pool import WorkerPool
 from async_rlhf.actors.workers.sessions import Happened, Sessions
 from async_rlhf.buffers.errors import RewardError
 
-# Batches, limits and retries of a stage of the scorer are the scorer's.
-_UNLIMITED: Mapping[str, Any] = {
-    "batch_size": 1,
-    "batch_wait_s": 0.0,
-    "max_concurrency": None,
-    "requests_per_minute": None,
-    "tokens_per_minute": None,
-    "retries": 0,
-}
 # Of plain functions of the calling process at once: they share an interpreter, and gain where they wait for something.
 _CALLER_THREADS = 16
 Place = tuple[str, ...]
@@ -64,9 +53,8 @@ class RewardPlaces:
         self._calls: dict[Place, RewardCalls] = {}
         for place in dict.fromkeys(places.values()):
             own = tuple(spec for spec in specs if places[spec.name] == place)
-            is_scorer, run = place == _SCORER, partial(self._sessions, place, own)
-            asked = tuple(replace(spec, **_UNLIMITED) for spec in own) if is_scorer else own
-            self._calls[place] = RewardCalls(asked, config.timeout_s, run, answered, shown, stopped, reads_ahead=not is_scorer)
+            run = partial(self._sessions, place, own)
+            self._calls[place] = RewardCalls(own, config.timeout_s, run, answered, shown, stopped, place == _SCORER)
         self._of = {name: self._calls[place] for name, place in places.items()}
 
     def __iter__(self) -> Iterator[RewardCalls]:

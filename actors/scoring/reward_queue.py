@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from async_rlhf.actors.rewards import Answer, RewardSpec
+from async_rlhf.actors.rewards import Answer, RewardSettings
 from async_rlhf.buffers.failures import Failure, FailureKind
 
 WINDOW_S = 60.0
@@ -43,13 +43,13 @@ class ScoringTask:
 class RewardQueue:
     """See the module docstring. Single-threaded."""
 
-    def __init__(self, spec: RewardSpec) -> None:
-        self._spec = spec
+    def __init__(self, settings: RewardSettings) -> None:
+        self._settings = settings
         self._waiting: deque[ScoringTask] = deque()
         self._paused: list[ScoringTask] = []
         self._num_running = 0
-        self._requests = None if spec.requests_per_minute is None else WindowLimit(spec.requests_per_minute)
-        self._tokens = None if spec.tokens_per_minute is None else WindowLimit(spec.tokens_per_minute)
+        self._requests = None if settings.requests_per_minute is None else WindowLimit(settings.requests_per_minute)
+        self._tokens = None if settings.tokens_per_minute is None else WindowLimit(settings.tokens_per_minute)
 
     @property
     def is_idle(self) -> bool:
@@ -111,7 +111,7 @@ class RewardQueue:
             start += len(task.members)
             failures = (answer.failure for answer in own if answer.failure is not None)
             pauses = [failure.retry_after_s for failure in failures if failure.retry_after_s is not None]
-            if pauses and task.tries <= self._spec.retries:
+            if pauses and task.tries <= self._settings.retries:
                 pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (task.tries - 1))
                 task.not_before = now + max(pause, *pauses)
                 self._paused.append(task)
@@ -128,20 +128,20 @@ class RewardQueue:
 
     def _next_batch(self) -> tuple[ScoringTask, ...]:
         """The first that wait, as many as a minute's tokens allow at once."""
-        batch = tuple(itertools.islice(self._waiting, self._spec.batch_size))
+        batch = tuple(itertools.islice(self._waiting, self._settings.batch_size))
         while self._tokens is not None and len(batch) > 1 and _cost(batch) > self._tokens.limit:
             batch = batch[:-1]
         return batch
 
     def _has_capacity(self) -> bool:
-        return self._spec.max_concurrency is None or self._num_running < self._spec.max_concurrency
+        return self._settings.max_concurrency is None or self._num_running < self._settings.max_concurrency
 
     def _ripe_at(self, now: float) -> float:
         """When the waiting tasks make a call: at once for a full batch, else `batch_wait_s` after the first came."""
         if not self._waiting:
             return math.inf
-        full = len(self._waiting) >= self._spec.batch_size
-        return now if full else self._waiting[0].waits_since + self._spec.batch_wait_s
+        full = len(self._waiting) >= self._settings.batch_size
+        return now if full else self._waiting[0].waits_since + self._settings.batch_wait_s
 
     def _allowed_at(self, now: float, cost: float) -> float:
         when = now if self._requests is None else self._requests.free_at(now)
