@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from async_rlhf.buffers.errors import RecordError
-from async_rlhf.buffers.failures import MAX_REASON_CHARS, Failure, FailureKind, raised
+from async_rlhf.buffers.failures import MAX_REASON_CHARS, Failure, FailureKind
 from async_rlhf.buffers.score import MAX_SCORE, Score
 
 if TYPE_CHECKING:
@@ -46,11 +46,6 @@ class Answer(NamedTuple):
 
     def score(self) -> Score:
         return Score(self.value, None if self.failure is None else self.failure.reason, dict(self.metrics))
-
-
-def failed(error: BaseException, retry_on: tuple[type[BaseException], ...] = ()) -> Answer:
-    """The answer of a call that raised, as `raised`."""
-    return Answer(None, raised(error, retry_on))
 
 
 def unreadable(reason: str) -> Answer:

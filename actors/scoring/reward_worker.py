@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec, Signature, Stream, failed, load, settings_of
+from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec, Signature, Stream, load, settings_of
 from async_rlhf.actors.workers.process import OUT_OF_MEMORY, end_worker
 from async_rlhf.actors.workers.sessions import Closed, StepResult
 from async_rlhf.actors.workers.watchdog import LoopWatchdog, Watched
-from async_rlhf.buffers.failures import Failure, FailureKind
+from async_rlhf.buffers.failures import Failure, FailureKind, raised
 
 
 class RewardCall(NamedTuple):
@@ -107,7 +107,7 @@ def ready(spec: RewardSpec, functions: Mapping[str, RewardFunction] | None) -> R
             settings.prepare(**spec.options)
         return Ready(function, Signature.of(function), spec.options, settings.retry_on, settings.stream)
     except BaseException as error:  # noqa: BLE001  loading runs the user's module; its failure must not end the worker
-        return failed(error)
+        return Answer(None, raised(error))
 
 
 def run_call(reward: Ready | Answer, call: RewardCall) -> Answers:
@@ -121,7 +121,7 @@ def run_call(reward: Ready | Answer, call: RewardCall) -> Answers:
     except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
         if isinstance(error, MemoryError):
             end_worker(OUT_OF_MEMORY)
-        return (failed(error, reward.retry_on),)
+        return (Answer(None, raised(error, reward.retry_on)),)
 
 
 class AsyncCall:
@@ -150,7 +150,7 @@ class AsyncCall:
             is_stopped = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling()
             if is_stopped or (isinstance(error, MemoryError) and not self._in_thread):
                 raise
-            return (failed(error, reward.retry_on),)
+            return (Answer(None, raised(error, reward.retry_on)),)
 
     def close(self) -> asyncio.Future[str]:
         raise AssertionError("nothing of a call is cleaned up")
