@@ -5,8 +5,7 @@
 request          a request to the model, whatever the dialect
 response         the model's turn in answer
 chat, messages, responses   the dialects: a body -> ChatRequest; ChatResponse -> JSON and events
-conversations    which conversation of its episode a request goes on with
-turns            from a ChatRequest to a `Call`, and from the `Reply` to a ChatResponse
+turns            which conversation a ChatRequest goes on with, as a `Call`; from the `Reply` to a ChatResponse
 sessions         the calls of one episode; a retry is no second call
 endpoint         the HTTP server of one process
 adapter          makes a generator of ours of the function

@@ -37,8 +37,9 @@ from async_rlhf.actors.environments.pool import Event
 from async_rlhf.actors.environments.server import ANY_TURNS, EnvironmentServer
 from async_rlhf.actors.environments.settings import Reply, Scores
 from async_rlhf.actors.environments.tool_calls import TEMPLATE, checked
-from async_rlhf.actors.environments.yields import EpisodeEnd, Read, fails, read_yield
+from async_rlhf.actors.environments.yields import EpisodeEnd, Read, read_yield
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.failures import timed_out
 from async_rlhf.buffers.score import Score
 
 WAIT_S = 1.0
@@ -112,7 +113,8 @@ class Harnesses:
             late = [running for running in self._running.values() if self._is_late(running)]
             for running in late:
                 self.counters["timed_out"] += 1
-                self._over(running, fails("timed out", f"its harness sent nothing for {self._timeout_s:g} s (timeout_s)"))
+                why = timed_out(f"its harness sent nothing for {self._timeout_s:g} s (timeout_s)")
+                self._over(running, EpisodeEnd.of(why))
         return [self._events.get_nowait() for _ in range(self._events.qsize())]
 
     def discard(self, keys: Iterable[int]) -> None:
@@ -165,7 +167,7 @@ class Harnesses:
             assert isinstance(end, EpisodeEnd)
             self.counters["ended"] += 1
             self._over(running, end)
-        return {"score": end.score and end.score.value, "failure": end.failure or None}
+        return {"score": end.score and end.score.value, "failure": end.failure and end.failure.reason}
 
     def _on_call(self, name: str, call: IncomingCall) -> None:
         with self._lock:

@@ -3,17 +3,21 @@
 Sampling is the trainer's: what a client sets to sample otherwise (temperature, top_p, penalties, seed, ...) is ignored. What
 would be a promise about the answer that nothing here keeps (several answers, a forced tool, log-probabilities, a schema of the
 text) is refused by name. What is neither is ignored.
+
+Equal are messages with the same role, text and calls: names, and arguments as JSON values. Ids of calls, reasoning, and what
+else a client adds do not count; another list of tools does, for the model has read it. A conversation is kept as the digest of
+all that, so what is held does not grow with it.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from async_rlhf.actors.agents.conversations import digests
 from async_rlhf.actors.chat import chat_of
 from async_rlhf.actors.environments.settings import Message
 from async_rlhf.actors.environments.tool_calls import Tool
@@ -49,7 +53,7 @@ class ChatRequest:
 
     @functools.cached_property
     def prefixes(self) -> list[bytes]:
-        """As of `conversations.digests`."""
+        """As of `digests`."""
         return digests(self.tools, self.messages)
 
 
@@ -168,3 +172,33 @@ def _value(arguments: Any) -> Any:
     except ValueError:
         return arguments
     return parsed if isinstance(parsed, dict) else arguments
+
+
+def digests(tools: Iterable[Tool], messages: Iterable[Message]) -> list[bytes]:
+    """Of each beginning of a conversation, from its first message alone to the whole. Raises ValueError for what is no JSON."""
+    prefixes, last = [], hashlib.blake2b(_plain(list(tools)), digest_size=16).digest()
+    for message in messages:
+        prefixes.append(last := after(last, message))
+    return prefixes
+
+
+def after(before: bytes, message: Message) -> bytes:
+    """Of what counts in a message: its role, its text with its length, and its calls."""
+    text = (message.get("content") or "").encode(errors="surrogatepass")
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = _plain([(function["name"], _number(function["arguments"])) for function in functions]) if functions else b""
+    gist = b"%s %b %d %b%b" % (before, message["role"].encode(), len(text), text, calls)
+    return hashlib.blake2b(gist, digest_size=16).digest()
+
+
+def _plain(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()
+
+
+def _number(value: Any) -> Any:
+    """Clients in other languages write 1.0 as 1."""
+    if isinstance(value, dict):
+        return {name: _number(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [*map(_value, value)]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

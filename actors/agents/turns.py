@@ -1,18 +1,25 @@
 """The turns of an agent's episode: what a request asks becomes a `Call`, the model's `Reply` what answers it, and what the
-agent returns the end. Pure."""
+agent returns the end. Pure.
+
+A conversation is what the model has read and written behind one beginning; its tokens are never made anew from text. A request
+goes on with one when its messages begin with exactly all of that one's, the model's last turn included as it was given out, and
+something follows. The longest such conversation has it, of equal ones the first. Everything else (another system prompt, a
+history that was compacted, a subagent, a second call beside the first) begins another: nothing is ever matched by likeness.
+"""
 
 from __future__ import annotations
 
 import re
+from bisect import insort
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from async_rlhf.actors.agents.conversations import Conversations
-from async_rlhf.actors.agents.request import ChatRequest, RequestError
+from async_rlhf.actors.agents.request import ChatRequest, RequestError, after
 from async_rlhf.actors.agents.response import ChatResponse, read_reply
 from async_rlhf.actors.agents.sessions import AgentSession
-from async_rlhf.actors.environments.settings import Call, Reply, Scores, counted
+from async_rlhf.actors.environments.settings import Call, Message, Reply, Scores, counted
 from async_rlhf.actors.rewards.answer import read
 from async_rlhf.buffers.score import Score
 
@@ -22,6 +29,32 @@ RESPONSE_TEMPLATE = "response_template"
 
 # Of a dialect, before what it shares with the others.
 _PREFIX = re.compile("^(chatcmpl-|msg_|resp_)")
+
+
+class Conversations:
+    """Those of one episode. num_conversations: so far."""
+
+    def __init__(self) -> None:
+        self.num_conversations = 0
+        self._ends: dict[bytes, list[int]] = {}  # by what they have: conversations, in order
+
+    def place(self, prefixes: Sequence[bytes]) -> tuple[int, int]:
+        """The conversation that a request is the next turn of, and how many messages that has read; a new one has read none.
+
+        prefixes: as of `request.digests`. The conversation has no other turn until `wrote`.
+        """
+        for known in range(len(prefixes) - 1, 0, -1):
+            if equal := self._ends.get(prefixes[known - 1]):
+                conversation = equal.pop(0)
+                if not equal:
+                    del self._ends[prefixes[known - 1]]
+                return conversation, known
+        self.num_conversations += 1
+        return self.num_conversations - 1, 0
+
+    def wrote(self, conversation: int, prefixes: Sequence[bytes], message: Message) -> None:
+        """The model's turn in answer to a request that was placed."""
+        insort(self._ends.setdefault(after(prefixes[-1], message), []), conversation)
 
 
 class Turns:
@@ -71,7 +104,9 @@ class Turns:
             raise RequestError(f"call {named!r} has the reward {self._rewards[number]:g} already; it is set once", 409)
         answer = read(value)
         if answer.value is None:
-            raise RequestError(f"the reward of call {named!r}: {answer.failure or 'None; a number was expected'}")
+            raise RequestError(
+                f"the reward of call {named!r}: {answer.failure.reason if answer.failure else 'None; a number was expected'}"
+            )
         self._rewards[number] = answer.value
 
     def end(self, result: Any) -> Scores:
@@ -87,8 +122,10 @@ class Turns:
             answer = read(result)
             return counted(answer.score(), counts)
         answers = {str(name): read(value) for name, value in result.items()}
-        if failed := [f"reward {name!r}: {answer.failure}" for name, answer in answers.items() if answer.failure is not None]:
+        if failed := [
+            f"reward {name!r}: {answer.failure.reason}" for name, answer in answers.items() if answer.failure is not None
+        ]:
             return Score(failure=failed[0], metrics=counts)
         values = {name: answer.value for name, answer in answers.items() if answer.value is not None}
         total = read(sum(values.values()) if values else None)
-        return counted(Score(total.value, total.failure, values), counts)
+        return counted(replace(total.score(), metrics=values), counts)

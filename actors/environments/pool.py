@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import queue
-import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,11 +20,13 @@ from async_rlhf.actors.environments.loading import EnvironmentSpec, form_of
 from async_rlhf.actors.environments.remote import RemoteEpisodes
 from async_rlhf.actors.environments.settings import EnvironmentFunction, Reply
 from async_rlhf.actors.environments.worker import EpisodeKind
-from async_rlhf.actors.environments.yields import EpisodeEnd, Read, fails
-from async_rlhf.actors.workers.book import Failed
+from async_rlhf.actors.environments.yields import EpisodeEnd, Read
+from async_rlhf.actors.workers import CALLER
+from async_rlhf.actors.workers.client import RemoteSessions
 from async_rlhf.actors.workers.pool import WorkerPool
-from async_rlhf.actors.workers.sessions import Closed, StepResult
+from async_rlhf.actors.workers.sessions import Closed, Lost, Sessions, StepResult, Stopped
 from async_rlhf.buffers.errors import EpisodeError
+from async_rlhf.buffers.failures import Failure, FailureKind
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +50,11 @@ class Event(Generic[Key]):
 
 @dataclass
 class EpisodeCounters:
-    """episodes: ended ones, by reason. failed: by kind (`yields.Kind`). lost: begun again. cleanups_failed: generators whose
+    """episodes: ended ones, by reason. failed: by kind. lost: begun again. cleanups_failed: generators whose
     `finally` raised, hung or yielded."""
 
     episodes: Counter[str] = field(default_factory=Counter)
-    failed: Counter[str] = field(default_factory=Counter)
+    failed: Counter[FailureKind] = field(default_factory=Counter)
     lost: int = 0
     cleanups_failed: int = 0
 
@@ -80,12 +81,13 @@ class EpisodePool(Generic[Key]):
         self._ids = itertools.count()
         self._id_of: dict[Key, int] = {}
         self._pending: dict[int, _PendingEpisode[Key]] = {}
-        self._inbox: queue.SimpleQueue[tuple[int, StepResult | Closed | Failed | None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[StepResult | Closed | Lost | Stopped] = queue.SimpleQueue()
         self.counters = EpisodeCounters()
         form, address = form_of(spec.target)
-        self._sessions: RemoteEpisodes | WorkerPool
+        self._sessions: Sessions
         if form == "remote":
-            self._sessions = RemoteEpisodes(spec, address, self._happened)
+            keys = "" if address.startswith(CALLER) else str(spec.options.get("keys", ""))
+            self._sessions = RemoteSessions(address, keys, RemoteEpisodes(spec), self._happened)
         else:
             what = f"the processes of environment {spec.name!r} ({spec.target})"
             kind = EpisodeKind(spec, config, function)
@@ -131,11 +133,11 @@ class EpisodePool(Generic[Key]):
         events: list[Event[Key]] = []
         # Only what is there now: environments that answer faster than this loop must not block the actor.
         for _ in range(self._inbox.qsize()):
-            id, message = self._inbox.get_nowait()
+            message = self._inbox.get_nowait()
             if isinstance(message, Closed):
                 self._count_cleanup(message)
-            elif id in self._pending:  # Else it was discarded.
-                events.append(self._event(id, message))
+            elif not isinstance(message, Stopped) and message.id in self._pending:  # Else it was discarded.
+                events.append(self._event(message))
         lost = {event.key for event in events if event.result is None}
         return [event for event in events if not isinstance(event.result, Read) or event.key not in lost]
 
@@ -151,38 +153,38 @@ class EpisodePool(Generic[Key]):
         """End all processes, after half of the deadline for cleanup. Raises DeadlineError if one is left after all of it."""
         self._sessions.close(deadline_s)
 
-    def _happened(self, id: int, message: StepResult | Closed | Failed | None) -> None:
-        """Called from the thread of the processes."""
+    def _happened(self, message: StepResult | Closed | Lost | Stopped) -> None:
+        """Called from the thread of the sessions."""
         if isinstance(message, Closed) and not message.failure:
             return
-        self._inbox.put((id, message))
+        self._inbox.put(message)
         if not self._is_awake:  # else there has been no poll since
             self._is_awake = True
             self.wake()
 
-    def _event(self, id: int, message: StepResult | Failed | None) -> Event[Key]:
-        pending = self._pending[id]
+    def _event(self, message: StepResult | Lost) -> Event[Key]:
+        pending = self._pending[message.id]
         if isinstance(message, StepResult) and isinstance(message.result, Read):
             pending.writes += 1
             pending.turns += 1
             return Event(pending.key, message.result, message.began, message.ended)
-        del self._id_of[pending.key], self._pending[id]
-        if message is None:
+        del self._id_of[pending.key], self._pending[message.id]
+        if isinstance(message, Lost):
             self.counters.lost += 1
             return Event(pending.key, None)
-        if isinstance(message, Failed):
-            now, end = time.time(), fails(*message)
-            message = StepResult(id, end, now, now)
-        self._count(message.result)
-        return Event(pending.key, message.result, message.began, message.ended)
+        end = EpisodeEnd.of(message.result) if isinstance(message.result, Failure) else message.result
+        self._count(end)
+        return Event(pending.key, end, message.began, message.ended)
 
     def _count(self, end: EpisodeEnd) -> None:
-        """The log gets the first failure with its traceback."""
+        """The log gets the first failure of each kind with its traceback."""
         self.counters.episodes[end.reason] += 1
-        if end.reason == "failed":
-            if not self.counters.failed:
-                logger.warning("an episode failed, later failures are only counted: %s\n%s", end.failure, end.traceback)
-            self.counters.failed[end.kind] += 1
+        if (why := end.failure) is not None:
+            if why.kind not in self.counters.failed:
+                logger.warning(
+                    "an episode failed (%s), later ones are only counted: %s\n%s", why.kind, why.reason, why.traceback
+                )
+            self.counters.failed[why.kind] += 1
 
     def _count_cleanup(self, closed: Closed) -> None:
         if not self.counters.cleanups_failed:

@@ -8,19 +8,15 @@ same way, without a description.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from async_rlhf.actors.environments.loading import Adapted, EnvironmentSpec
 from async_rlhf.actors.environments.settings import Call, EnvironmentDeclaration, Message, Reply
-from async_rlhf.actors.environments.yields import EpisodeEnd, Read, fails, read_yield
+from async_rlhf.actors.environments.yields import EpisodeEnd, Read, no_turn, read_yield, unreadable
 from async_rlhf.actors.workers import CALLER
-from async_rlhf.actors.workers.client import Failure, SessionClient, describe
+from async_rlhf.actors.workers.client import describe
 from async_rlhf.actors.workers.messages import SERVED, EnvironmentFields, ReplyFields, SessionStep, Stepped, to_answers
-from async_rlhf.actors.workers.sessions import Happened, StepResult
 from async_rlhf.buffers.errors import ConfigError, DeadlineError, EpisodeError, WireError
 from async_rlhf.buffers.score import Score
 
@@ -66,106 +62,48 @@ def _described(address: str, keys: str) -> EnvironmentFields:
     return served
 
 
-@dataclass
-class _RemoteEpisode:
-    """turn: of the newest step, which began then (seconds since the epoch). ends_at: monotonic seconds."""
-
-    key: Hashable
-    ends_at: float
-    turn: int = 0
-    began: float = 0.0
-
-
 class RemoteEpisodes:
-    """`Sessions` of episodes at a server."""
+    """The `RemoteKind` of episodes."""
 
-    def __init__(self, spec: EnvironmentSpec, address: str, happened: Happened) -> None:
-        self._spec, self._happened = spec, happened
-        self._episodes: dict[int, _RemoteEpisode] = {}
-        self._lost: set[Hashable] = set()
-        keys = "" if address.startswith(CALLER) else str(spec.options.get("keys", ""))
-        self._client = SessionClient(address, keys, SERVED, self._answered)
+    codec = SERVED
+    timeout_setting = "timeout_s"
 
-    def begin(self, id: int, key: Hashable, what: Mapping[str, Any], timeout_s: float) -> None:
-        limit_s = self._spec.episode_timeout_s
-        episode = _RemoteEpisode(key, float("inf") if limit_s is None else time.monotonic() + limit_s)
-        self._client.do(partial(self._step, id, episode, SessionStep.model_construct(id=id, members=[{**what}])))
+    def __init__(self, spec: EnvironmentSpec) -> None:
+        self._spec, self.whole_timeout_s = spec, spec.episode_timeout_s
 
-    def reply(self, id: int, sent: str | Reply) -> None:
-        self._client.do(partial(self._reply, id, sent))
+    def begins(self, id: int, what: Mapping[str, Any]) -> Iterable[SessionStep]:
+        return [SessionStep.model_construct(id=id, members=[{**what}])]
 
-    def discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
-        self._client.do(partial(self._discard, ids, keys))
+    def goes_on(self, id: int, turn: int, sent: str | Reply) -> SessionStep:
+        if isinstance(sent, str):
+            return SessionStep(id=id, turn=turn, text=sent)
+        fields = ReplyFields(finish_reason=sent.finish_reason, num_prompt=sent.num_prompt, num_tokens=sent.num_tokens)
+        return SessionStep(id=id, turn=turn, text=sent.text, reply=fields)
 
-    def check(self) -> None:
-        self._client.check()
-
-    def close(self, deadline_s: float) -> None:
-        self._client.do(lambda: self._client.leave(list(self._episodes)))
-        self._client.close(deadline_s)
-
-    # -- the client's thread -----------------------------------------------------------------------------------------
-
-    def _step(self, id: int, episode: _RemoteEpisode, step: SessionStep) -> None:
-        self._episodes[id] = episode
-        episode.turn, episode.began = step.turn, time.time()
+    def limit_s(self, step: SessionStep, timeout_s: float) -> float:
         # An agent's first call may wait for a harness that starts it; the server bounds what comes after that.
-        step_s = float("inf") if self._spec.calls and not step.turn else self._spec.timeout_s + _TRAVEL_S
-        limit_s = min(step_s, max(0.0, episode.ends_at - time.monotonic()))
-        self._client.step(step, limit_s)
+        return float("inf") if self._spec.calls and not step.turn else timeout_s + _TRAVEL_S
 
-    def _reply(self, id: int, sent: str | Reply) -> None:
-        if (episode := self._episodes.get(id)) is not None:
-            text, reply = (sent, None) if isinstance(sent, str) else (sent.text, _fields(sent))
-            self._step(id, episode, SessionStep(id=id, turn=episode.turn + 1, text=text, reply=reply))
-
-    def _discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
-        self._lost.difference_update(keys)
-        if known := [id for id in ids if self._episodes.pop(id, None) is not None]:
-            self._client.leave(known)
-
-    def _answered(self, id: int, answer: Stepped | Failure) -> None:
-        episode, now = self._episodes.pop(id), time.time()
-        is_lost = isinstance(answer, Failure) and answer.kind == "lost"
-        if is_lost and episode.key not in self._lost:
-            self._lost.add(episode.key)
-            self._happened(id, None)
-            return
-        result = self._failed(episode, answer) if isinstance(answer, Failure) else self._result(episode, answer)
-        if isinstance(result, Read):
-            self._episodes[id] = episode
-        elif isinstance(answer, Stepped) and answer.content is not None:
-            self._client.leave([id])  # the server would go on
-        self._happened(id, StepResult(id, result, episode.began, now, ends=isinstance(result, EpisodeEnd)))
-
-    def _result(self, episode: _RemoteEpisode, step: Stepped) -> Read | EpisodeEnd:
+    def read(self, step: Stepped) -> Read | EpisodeEnd:
         if step.content is None:
             return _ended(step)
-        if episode.turn >= self._spec.max_turns:
+        if step.turn >= self._spec.max_turns:
             return EpisodeEnd("max_turns", None if step.score is None else Score(step.score))
         if self._spec.calls != (step.call is not None):
-            return fails("not readable", "the server's environment is not the one this run was checked with")
+            return unreadable("the server's environment is not the one this run was checked with")
         if step.call is None:
             return Read(step.content, step.score)
         call = Call(messages=cast("list[Message]", step.content), **dict(step.call))
-        return read_yield(call, episode.turn, self._spec.max_turns, calls=True)
+        return read_yield(call, step.turn, self._spec.max_turns, calls=True)
 
-    def _failed(self, episode: _RemoteEpisode, failure: Failure) -> EpisodeEnd:
-        if failure.kind == "late" and episode.ends_at <= time.monotonic():
-            return fails("timed out", f"the episode took longer than {self._spec.episode_timeout_s:g} s (episode_timeout_s)")
-        if failure.kind == "late":
-            return fails("timed out", f"{failure.reason}: {self._spec.timeout_s:g} s (timeout_s)")
-        return fails("lost" if failure.kind == "lost" else "died", failure.reason)
-
-
-def _fields(reply: Reply) -> ReplyFields:
-    return ReplyFields(finish_reason=reply.finish_reason, num_prompt=reply.num_prompt, num_tokens=reply.num_tokens)
+    def ends(self, result: Read | EpisodeEnd) -> bool:
+        return isinstance(result, EpisodeEnd)
 
 
 def _ended(step: Stepped) -> EpisodeEnd:
     if not step.answers:
-        return EpisodeEnd("returned") if step.turn else fails("no turn", "it ended before the model wrote anything")
+        return EpisodeEnd("returned") if step.turn else no_turn()
     (answer,) = to_answers(step.answers)
     if answer.failure is not None:
-        return EpisodeEnd("failed", answer.score(), "reported")
+        return EpisodeEnd("failed", answer.score(), answer.failure)
     return EpisodeEnd("scored", answer.score(), turn_scores=tuple(step.turn_scores))

@@ -68,9 +68,6 @@ class EnvironmentServer(WorkerService):
         self._pool = EpisodePool[int](unbounded, config, function=function) if pool is None else pool
         self._pool.wake = self._wake
 
-    def _wake(self) -> None:
-        self._do(lambda: None)
-
     def _advance(self) -> None:
         """Raises EpisodeError when the processes of the environment do not come up."""
         for event in self._pool.poll():
@@ -104,8 +101,8 @@ class EnvironmentServer(WorkerService):
             read, call = event.result, event.result.call
             fields = None if call is None else CallFields(**{name: getattr(call, name) for name in CallFields.model_fields})
             return Stepped(id=id, turn=session.turn, content=read.content, score=read.score, call=fields)
-        score = event.result.score
-        answers = [] if score is None else [to_fields(Answer(score.value, score.failure, metrics=score.metrics))]
+        score, failure = event.result.score, event.result.failure
+        answers = [] if score is None else [to_fields(Answer(score.value, failure, score.metrics))]
         return Stepped(id=id, turn=session.turn, answers=answers, turn_scores=[*event.result.turn_scores])
 
     def _environment(self) -> EnvironmentFields:

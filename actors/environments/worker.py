@@ -15,9 +15,10 @@ from typing import Any
 from async_rlhf.actors.environments.config import SourceEnvironment
 from async_rlhf.actors.environments.loading import EnvironmentSpec, load, with_options
 from async_rlhf.actors.environments.settings import Beside, EnvironmentFunction, Reply
-from async_rlhf.actors.environments.yields import EpisodeEnd, Read, fails, raised, read_return, read_yield
+from async_rlhf.actors.environments.yields import EpisodeEnd, Read, read_return, read_yield
 from async_rlhf.actors.workers.sessions import NOTHING, Nothing
 from async_rlhf.actors.workers.watchdog import LoopWatchdog, Watched
+from async_rlhf.buffers.failures import Failure, FailureKind, raised
 
 
 class EpisodeKind:
@@ -68,7 +69,7 @@ class WorkerEpisode:
         self._turn = 0
         self.more: Future[None] | None = None
 
-    def step(self, sent: str | Reply | None) -> asyncio.Future[Read | EpisodeEnd | Nothing]:
+    def step(self, sent: str | Reply | None) -> asyncio.Future[Read | EpisodeEnd | Failure | Nothing]:
         if self._threads is None:
             return asyncio.ensure_future(self._step_async(sent))
         return asyncio.get_running_loop().run_in_executor(self._threads, self._step, sent)
@@ -80,9 +81,6 @@ class WorkerEpisode:
 
     def ends(self, result: Read | EpisodeEnd | Nothing) -> bool:
         return isinstance(result, EpisodeEnd)
-
-    def failed(self, has_died: bool, reason: str) -> EpisodeEnd:
-        return fails("died" if has_died else "timed out", reason)
 
     def _started(self) -> Any:
         """Calling the function fails for arguments that it does not take."""
@@ -100,23 +98,23 @@ class WorkerEpisode:
         self._turn += isinstance(read, Read)
         return read
 
-    def _step(self, sent: str | Reply | None) -> Read | EpisodeEnd | Nothing:
+    def _step(self, sent: str | Reply | None) -> Read | EpisodeEnd | Failure | Nothing:
         try:
             return self._read(self._started().send(sent))
         except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
             return self._end_of(error)
 
-    async def _step_async(self, sent: str | Reply | None) -> Read | EpisodeEnd | Nothing:
+    async def _step_async(self, sent: str | Reply | None) -> Read | EpisodeEnd | Failure | Nothing:
         try:
             return self._read(await Watched(self._started().asend(sent), self._watchdog, self._id))
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
-            return fails("raised", "CancelledError: something cancelled what the environment waits for")
+            return Failure(FailureKind.RAISED, "CancelledError: something cancelled what the environment waits for")
         except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
             return self._end_of(error)
 
-    def _end_of(self, error: BaseException) -> EpisodeEnd:
+    def _end_of(self, error: BaseException) -> EpisodeEnd | Failure:
         """The end after a step that gave nothing."""
         if isinstance(error, StopIteration | StopAsyncIteration):
             return read_return(self._turn, getattr(error, "value", None))
@@ -129,7 +127,7 @@ class WorkerEpisode:
             if self._generator is not None:
                 self._generator.close()
         except BaseException as error:  # noqa: BLE001  the user's cleanup may raise anything
-            return raised(error).failure
+            return raised(error).reason
         return ""
 
     async def _close_async(self) -> str:
@@ -139,7 +137,7 @@ class WorkerEpisode:
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001  the user's cleanup may raise anything
-            return raised(error).failure
+            return raised(error).reason
         return ""
 
 

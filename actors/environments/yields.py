@@ -11,12 +11,11 @@ import msgpack
 
 from async_rlhf.actors.chat import chat_of
 from async_rlhf.actors.environments.settings import Call, Content, Feedback, Scores
-from async_rlhf.actors.rewards.answer import failed, read, shown
+from async_rlhf.actors.rewards.answer import read, shown
+from async_rlhf.buffers.failures import Failure, FailureKind
 from async_rlhf.buffers.score import Score
 
 Reason = Literal["scored", "returned", "max_turns", "failed"]
-Kind = Literal["", "raised", "timed out", "died", "not readable", "too large", "no turn", "reported", "lost"]
-"""Of a failure, to count by."""
 ROLES = ("system", "user", "assistant", "tool")
 
 # No model's context holds more; an environment that reads a page of the web or a log shortens it.
@@ -37,30 +36,26 @@ class Read:
 
 @dataclass(frozen=True)
 class EpisodeEnd:
-    """The end of an episode. score: None where the environment gave none. kind: of a failure. traceback: of an exception.
-    turn_scores: as of `Scores`."""
+    """The end of an episode. score: None where the environment gave none. failure: why it has failed. turn_scores: as of
+    `Scores`."""
 
     reason: Reason
     score: Score | None = None
-    kind: Kind = ""
-    traceback: str = ""
+    failure: Failure | None = None
     turn_scores: tuple[float | None, ...] = ()
 
-    @property
-    def failure(self) -> str:
-        """ "" for none."""
-        return (self.score.failure or "") if self.score is not None else ""
+    @classmethod
+    def of(cls, failure: Failure) -> EpisodeEnd:
+        """The episode has failed."""
+        return cls("failed", Score(failure=failure.reason), failure)
 
 
-def fails(kind: Kind, reason: str, traceback: str = "") -> EpisodeEnd:
-    """The episode is failed(reason)."""
-    return EpisodeEnd("failed", Score(failure=reason), kind, traceback)
+def unreadable(reason: str) -> EpisodeEnd:
+    return EpisodeEnd.of(Failure(FailureKind.UNREADABLE, reason))
 
 
-def raised(error: BaseException) -> EpisodeEnd:
-    """The end of an episode whose environment raised. Call it while the exception is being handled."""
-    answer = failed(error)
-    return fails("raised", answer.failure or "", answer.traceback)
+def no_turn(what: str = "ended") -> EpisodeEnd:
+    return EpisodeEnd.of(Failure(FailureKind.NO_TURN, f"it {what} before the model wrote anything"))
 
 
 def read_yield(value: Any, turn: int, max_turns: int, calls: bool = False) -> Read | EpisodeEnd:
@@ -70,9 +65,9 @@ def read_yield(value: Any, turn: int, max_turns: int, calls: bool = False) -> Re
     if calls and isinstance(value, Scores):
         answers = [read(score) for score in value.turns]
         if failed_ones := [answer.failure for answer in answers if answer.failure is not None]:
-            return fails("not readable", f"Scores with a score of a turn: {failed_ones[0]}")
+            return unreadable(f"Scores with a score of a turn: {failed_ones[0].reason}")
         if len(answers) > turn:
-            return fails("not readable", f"Scores of {len(answers)} turns, and the model wrote {turn}")
+            return unreadable(f"Scores of {len(answers)} turns, and the model wrote {turn}")
         return replace(_end(value.score, turn), turn_scores=tuple(answer.value for answer in answers))
     if calls:
         call = _call(value, turn)
@@ -82,9 +77,9 @@ def read_yield(value: Any, turn: int, max_turns: int, calls: bool = False) -> Re
     feedback = value if isinstance(value, Feedback) else Feedback(value)
     score = read(feedback.score)
     if score.failure is not None:
-        return fails("not readable", f"Feedback with a score: {score.failure}")
+        return unreadable(f"Feedback with a score: {score.failure.reason}")
     if score.value is not None and not turn:
-        return fails("no turn", "it gave Feedback with a score before the model wrote anything")
+        return no_turn("gave Feedback with a score")
     content = _content(feedback.content)
     if isinstance(content, EpisodeEnd):
         return content
@@ -96,25 +91,25 @@ def read_yield(value: Any, turn: int, max_turns: int, calls: bool = False) -> Re
 def read_return(turn: int, value: object = None) -> EpisodeEnd:
     """What the end of the generator means after `turn` turns of the model. value: what it returned, which means nothing."""
     if value is not None:
-        return fails("not readable", f"returned {shown(value)}; a score is yielded: yield Score(...)")
-    return EpisodeEnd("returned") if turn else fails("no turn", "it ended before the model wrote anything")
+        return unreadable(f"returned {shown(value)}; a score is yielded: yield Score(...)")
+    return EpisodeEnd("returned") if turn else no_turn()
 
 
 def _end(given: Score, turn: int) -> EpisodeEnd:
     if not turn:
-        return fails("no turn", "it ended before the model wrote anything")
+        return no_turn()
     answer = read(given)
     if answer.failure is not None:
-        return EpisodeEnd("failed", Score(failure=answer.failure, metrics=dict(answer.metrics)), "reported")
+        return EpisodeEnd("failed", answer.score(), answer.failure)
     return EpisodeEnd("scored", answer.score())
 
 
 def _call(call: Any, turn: int) -> Call | EpisodeEnd:
     """The call as plain data, of bounded size."""
     if not isinstance(call, Call):
-        return fails("not readable", f"yielded {shown(call)}; an agent yields Call(...), and Score(...) at its end")
+        return unreadable(f"yielded {shown(call)}; an agent yields Call(...), and Score(...) at its end")
     if (problem := _problem_of(call, turn)) is not None:
-        return fails("not readable", f"yielded a Call {problem}")
+        return unreadable(f"yielded a Call {problem}")
     messages, tools = _content(call.messages), _json([*call.tools], "tools")
     if isinstance(messages, EpisodeEnd) or isinstance(tools, EpisodeEnd):
         return messages if isinstance(messages, EpisodeEnd) else tools
@@ -147,17 +142,17 @@ def _is_tool(tool: Any) -> bool:
 def _content(content: Any) -> Content | EpisodeEnd:
     if isinstance(content, list | tuple) and content:
         if (problem := next((problem for message in content if (problem := _problem(message))), None)) is not None:
-            return fails("not readable", f"yielded a chat message {problem}")
+            return unreadable(f"yielded a chat message {problem}")
         messages: Content | EpisodeEnd = _json([dict(message) for message in content], "chat messages", chat_of)
         return messages
     if not isinstance(content, str):
         hint = "; a score is yielded as Score(...)" if isinstance(content, int | float) else ""
         hint = "; only @environment(calls=True) yields Calls" if isinstance(content, Call) else hint
-        return fails("not readable", f"yielded {shown(content)}; {_EXPECTED}{hint}")
+        return unreadable(f"yielded {shown(content)}; {_EXPECTED}{hint}")
     try:
         size = len(content.encode())
     except UnicodeEncodeError as error:
-        return fails("not readable", f"yielded text that has no UTF-8 form: {error}")
+        return unreadable(f"yielded text that has no UTF-8 form: {error}")
     return content if size <= MAX_BYTES else _too_large(size)
 
 
@@ -168,14 +163,14 @@ def _json(value: list[Any], what: str, read: Callable[[list[Any]], Any] = list) 
         plain, size = read(json.loads(written)), len(written.encode())
         msgpack.packb(plain)  # whole numbers beyond 64 bits do not travel
     except UnicodeEncodeError as error:
-        return fails("not readable", f"yielded text that has no UTF-8 form: {error}")
+        return unreadable(f"yielded text that has no UTF-8 form: {error}")
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        return fails("not readable", f"yielded {what} that are no JSON data for text: {error}")
+        return unreadable(f"yielded {what} that are no JSON data for text: {error}")
     return plain if size <= MAX_BYTES else _too_large(size)
 
 
 def _too_large(size: int) -> EpisodeEnd:
-    return fails("too large", f"returned {size} bytes, at most {MAX_BYTES} are read; shorten it, or yield a part of it")
+    return unreadable(f"returned {size} bytes, at most {MAX_BYTES} are read; shorten it, or yield a part of it")
 
 
 def _problem(message: Any) -> str | None:

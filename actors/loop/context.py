@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from async_rlhf.actors.environments.pool import EpisodePool
 from async_rlhf.actors.environments.rendering import Renderer
 from async_rlhf.actors.prompts import PLAIN, Row, Template, encode, prompt_number, rollout_seed
 from async_rlhf.buffers.composition import Composition
+from async_rlhf.buffers.failures import FailureKind
 from async_rlhf.buffers.record import Score, source_of
 from async_rlhf.buffers.sampling import Sampling
 
@@ -74,6 +76,11 @@ class Environments:
         """By environment, of a rollout with this score of its own; the others do not apply."""
         none = {environment.name: Score() for environment in self.all}
         return none if played_by is None else {**none, played_by.name: score or Score()}
+
+    @property
+    def failed(self) -> Counter[FailureKind]:
+        """Failures of episodes, by kind."""
+        return sum((environment.pool.counters.failed for environment in self.all), Counter())
 
     def counted(self) -> dict[str, float]:
         """As in `wire.Telemetry`, of all together."""

@@ -29,6 +29,7 @@ from async_rlhf.actors.prompts import Row, environment_seed, from_json
 from async_rlhf.actors.scoring.pool import GroupMember, Scored, ScoringPool, fields_of
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.errors import WeightsError
+from async_rlhf.buffers.failures import FailureKind
 from async_rlhf.buffers.protocol.wire import CreditItem, Telemetry
 from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.stages import GENERATION, Activity, StageTime, pack, pack_ahead
@@ -346,12 +347,14 @@ class Worker:
 
     def _telemetry(self) -> Telemetry:
         counters = self._scoring.counters.values()
+        failed = sum((counter.failed for counter in counters), self._context.environments.failed)
         return Telemetry(
             **self._count,
             canary_drift=self._canary_drift,
             **self._bias,
             scoring=float(self._scoring.num_pending),
-            scores_failed_total=float(sum(counter.failed for counter in counters)),
+            scores_failed_total=float(sum(counter.failed.total() for counter in counters)),
+            failures={kind: float(failed[kind]) for kind in FailureKind},
             scores_asked_again_total=float(self._scoring.num_resent),
             shown_total=float(sum(counter.shown for counter in counters)),
             shown_not_read_total=float(sum(counter.not_read for counter in counters)),

@@ -12,7 +12,7 @@ time-outs (`async_rlhf.actors.scoring`).
 """
 
 from async_rlhf.actors.rewards.adapters import adapted
-from async_rlhf.actors.rewards.answer import Answer, failed
+from async_rlhf.actors.rewards.answer import Answer
 from async_rlhf.actors.rewards.loading import (
     BUILTINS,
     RewardSpec,
@@ -41,7 +41,6 @@ __all__ = [
     "absolute",
     "adapted",
     "check_columns",
-    "failed",
     "load",
     "resolve",
     "reward",

@@ -5,22 +5,16 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from async_rlhf.buffers.errors import RecordError
+from async_rlhf.buffers.failures import MAX_REASON_CHARS, Failure, FailureKind
 from async_rlhf.buffers.score import MAX_SCORE, Score
 
 if TYPE_CHECKING:
     from async_rlhf.buffers.record import Float32Array
 
-# A failure travels with its rollout; an exception's message can be as long as the completion it quotes.
-MAX_FAILURE_CHARS = 500
-# The log has the traceback of a reward's first failure.
-_MAX_TRACEBACK_CHARS = 20_000
-# A server that demands a pause of a day gets the retry earlier: the wait for a score is bounded.
-_LONGEST_PAUSE_S = 600.0
 _MAX_METRICS = 32
 _MAX_METRIC_CHARS = 100
 
@@ -35,18 +29,15 @@ class Logprobs(NamedTuple):
 class Answer(NamedTuple):
     """A value, None for not applicable, or why it failed.
 
-    logprobs: float32 [T], of a stage that judges tokens and has no value.
-    traceback: of an exception, in full. began, ended: when the call ran, in seconds since the epoch; 0 where it is unknown.
-    retry_after_s: the cause may pass, and the call may be made again after so many seconds; None: it would fail again.
+    logprobs: float32 [T], of a stage that judges tokens and has no value. began, ended: when the call ran, in seconds since the
+    epoch; 0 where it is unknown.
     """
 
     value: float | None
-    failure: str | None = None
-    traceback: str = ""
+    failure: Failure | None = None
     metrics: Mapping[str, float] = {}
     began: float = 0.0
     ended: float = 0.0
-    retry_after_s: float | None = None
     logprobs: Float32Array | None = None
 
     @property
@@ -54,21 +45,11 @@ class Answer(NamedTuple):
         return self.ended - self.began
 
     def score(self) -> Score:
-        return Score(self.value, self.failure, dict(self.metrics))
+        return Score(self.value, None if self.failure is None else self.failure.reason, dict(self.metrics))
 
 
-def failed(error: BaseException, retry_on: tuple[type[BaseException], ...] = ()) -> Answer:
-    """The answer of a call that raised, with its traceback. Call it while the exception is being handled."""
-    # TracebackException survives an exception whose own __str__ raises.
-    described = traceback.TracebackException.from_exception(error)
-    after_s = getattr(error, "after_s", 0.0)
-    pause_s = float(min(after_s, _LONGEST_PAUSE_S)) if isinstance(after_s, int | float) and after_s > 0 else 0.0
-    return Answer(
-        None,
-        f"{type(error).__name__}: {described}"[:MAX_FAILURE_CHARS],
-        "".join(described.format())[:_MAX_TRACEBACK_CHARS],
-        retry_after_s=pause_s if isinstance(error, retry_on) else None,
-    )
+def unreadable(reason: str) -> Answer:
+    return Answer(None, Failure(FailureKind.UNREADABLE, reason[:MAX_REASON_CHARS]))
 
 
 def read(result: Any) -> Answer:
@@ -77,7 +58,7 @@ def read(result: Any) -> Answer:
         answer = _read(result)
         answer.score()  # A value that no Score takes fails here.
     except (RecordError, ValueError, TypeError, AttributeError, OverflowError) as error:
-        return Answer(None, f"returned {shown(result)}: {error}"[:MAX_FAILURE_CHARS])
+        return unreadable(f"returned {shown(result)}: {error}")
     return answer
 
 
@@ -91,11 +72,11 @@ def _read(result: Any) -> Answer:
         return Answer(None)
     if inspect.iscoroutine(result):
         result.close()
-        return Answer(None, "returned a coroutine; declare the reward with 'async def'")
+        return unreadable("returned a coroutine; declare the reward with 'async def'")
     if not isinstance(result, numbers.Real):
-        return Answer(None, f"returned {shown(result)}; a number, a Score or None was expected")
+        return unreadable(f"returned {shown(result)}; a number, a Score or None was expected")
     if not abs(cast(Any, result)) <= MAX_SCORE:  # nor is it true of what is not a number
-        return Answer(None, f"returned {shown(result)}; a score must be finite and within +-{MAX_SCORE:g}")
+        return unreadable(f"returned {shown(result)}; a score must be finite and within +-{MAX_SCORE:g}")
     return Answer(float(result))
 
 
@@ -105,7 +86,7 @@ def read_list(result: Any, count: int) -> tuple[Answer, ...]:
         result = list(result)
     if not isinstance(result, list | tuple) or len(result) != count:
         expected = f"{count} completion{'s' * (count != 1)}; a list of {count} score{'s' * (count != 1)} was expected"
-        return (Answer(None, f"returned {shown(result)} for {expected}"),) * count
+        return (unreadable(f"returned {shown(result)} for {expected}"),) * count
     return tuple(map(read, result))
 
 
@@ -129,15 +110,15 @@ def shown(result: Any) -> str:
 
 def _read_score(score: Score) -> Answer:
     if score.failure is not None:
-        reason = str(score.failure)[:MAX_FAILURE_CHARS] or "failed without a reason"
-        return Answer(None, reason, metrics=_plain(score.metrics))
+        reason = str(score.failure)[:MAX_REASON_CHARS] or "failed without a reason"
+        return Answer(None, Failure(FailureKind.REPORTED, reason), _plain(score.metrics))
     answer = read(score.value)
     return answer._replace(metrics=_plain(score.metrics))
 
 
 def _read_logprobs(found: Logprobs) -> Answer:
     if not math.isfinite(float(found.values.sum())):
-        return Answer(None, "the reference's log-probabilities are not finite")
+        return unreadable("the reference's log-probabilities are not finite")
     return Answer(None, logprobs=found.values, metrics=_plain(found.metrics))
 
 

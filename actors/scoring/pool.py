@@ -1,7 +1,7 @@
 """The scoring pool: scores each completion when it ends, while its group is still being generated.
 
 Used by the actor's loop, which must never block: `submit` and `poll` return at once, and `wake` is called from another
-thread when a poll may have something. `dispatcher` takes what `reward_queue` lets run to where it runs.
+thread when a poll may have something. `places` says where each reward runs, `calls` what is called there and when.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import queue
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,10 +21,11 @@ from async_rlhf.actors.config import REFERENCE, ScoringConfig
 from async_rlhf.actors.engine import Partial
 from async_rlhf.actors.prompts import PLAIN, Row, Template
 from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec
-from async_rlhf.actors.scoring.dispatcher import Dispatcher
+from async_rlhf.actors.scoring.places import RewardPlaces
 from async_rlhf.actors.scoring.reward_queue import ScoringTask
 from async_rlhf.actors.scoring.reward_worker import Answers
 from async_rlhf.buffers.errors import RewardError
+from async_rlhf.buffers.failures import FailureKind
 from async_rlhf.buffers.record import Float32Array, Rollout, SamplingMask, Score, pieces, source_of
 
 logger = logging.getLogger(__name__)
@@ -69,22 +71,22 @@ class Scored(Generic[Key]):
 
 @dataclass
 class RewardCounters:
-    """shown: prefetched texts of unfinished completions; not_read: those that it failed to read."""
+    """failed: by kind. shown: prefetched texts of unfinished completions; not_read: those that it failed to read."""
 
     scored: int = 0
     not_applicable: int = 0
-    failed: int = 0
+    failed: Counter[FailureKind] = field(default_factory=Counter)
     shown: int = 0
     not_read: int = 0
 
     def count(self, name: str, answer: Answer) -> None:
-        """The log gets the first failure with its traceback."""
-        if answer.failure is not None:
-            if self.failed == 0:
+        """The log gets the first failure of each kind with its traceback."""
+        if (why := answer.failure) is not None:
+            if why.kind not in self.failed:
                 logger.warning(
-                    "reward %r failed, later failures are only counted: %s\n%s", name, answer.failure, answer.traceback
+                    "reward %r failed (%s), later ones are only counted: %s\n%s", name, why.kind, why.reason, why.traceback
                 )
-            self.failed += 1
+            self.failed[why.kind] += 1
         elif answer.value is None and answer.logprobs is None:
             self.not_applicable += 1
         else:
@@ -115,8 +117,7 @@ class ScoringPool(Generic[Key]):
         by_source: Mapping[str, Collection[str]] | None = None,
         functions: Mapping[str, RewardFunction] | None = None,
     ) -> None:
-        """scorer: address of the scoring server of this machine; without one every stage runs here. by_source: as
-        `RewardsConfig.by_source`. functions: as of `Dispatcher`."""
+        """by_source: as `RewardsConfig.by_source`. scorer, functions: as of `RewardPlaces`."""
         self._specs = tuple(specs)
         self._wake, self._by_source = wake, by_source or {}
         self._answers: queue.SimpleQueue[Callable[[], list[Scored[Key]]]] = queue.SimpleQueue()
@@ -130,7 +131,7 @@ class ScoringPool(Generic[Key]):
         self._streams: dict[Key, int] = {}
         self._ahead_s: dict[int, dict[str, float]] = {}
         self.counters = {spec.name: RewardCounters() for spec in self._specs}
-        self._dispatcher = Dispatcher(self._specs, config, self._answered, self._shown, scorer, functions)
+        self._places = RewardPlaces(self._specs, config, self._answered, self._shown, wake, scorer, functions)
 
     @property
     def stream_tokens(self) -> int:
@@ -145,7 +146,7 @@ class ScoringPool(Generic[Key]):
     @property
     def num_resent(self) -> int:
         """Requests resent to the scoring server, because it restarted or had dropped this client."""
-        return self._dispatcher.num_resent
+        return self._places.num_resent
 
     def show(self, key: Key, fields: Mapping[str, Any]) -> None:
         """Offer an unfinished completion to incremental scoring, which may skip it. It is later submitted or discarded.
@@ -156,10 +157,10 @@ class ScoringPool(Generic[Key]):
             self._streams[key] = next(self._stream_ids)
             self._ahead_s[self._streams[key]] = {}
         stream = self._streams[key]
-        if self._incremental:
-            known = {**fields, STREAM: stream}
-            shown = [spec for spec in self._incremental if self._applies(spec, fields)]
-            self._dispatcher.show(stream, {spec.name: usable(spec, known) for spec in shown})
+        known = {**fields, STREAM: stream}
+        for spec in self._incremental:
+            if self._applies(spec, fields):
+                self._places.of(spec.name).show(spec.name, stream, usable(spec, known))
 
     def submit(self, key: Key, fields: Mapping[str, Any], place: GroupMember | None = None) -> None:
         """Score one completion; a group's reward is called with the last member of the group.
@@ -197,7 +198,7 @@ class ScoringPool(Generic[Key]):
 
         Raises RewardError when the processes of a reward end again and again before they can answer anything.
         """
-        self._dispatcher.check()
+        self._places.check()
         scored = []
         # Only what is there now: rewards that answer faster than this loop must not block the actor.
         for _ in range(self._answers.qsize()):
@@ -210,7 +211,7 @@ class ScoringPool(Generic[Key]):
         gone = [pending for key in keys if (pending := self._pending.pop(key, None)) is not None]
         unfinished = [stream for key in keys if (stream := self._streams.pop(key, None)) is not None]
         if streams := unfinished + [pending.stream for pending in gone if pending.stream is not None]:
-            self._dispatcher.forget(streams)
+            self._places.forget(streams)
             for stream in streams:
                 del self._ahead_s[stream]
         if not gone:
@@ -226,11 +227,11 @@ class ScoringPool(Generic[Key]):
         dropped = {task_id for task_id in touched if not self._awaited(self._tasks[task_id][1])}
         for task_id in dropped:
             del self._tasks[task_id]
-        self._dispatcher.discard(dropped)
+        self._places.discard(dropped)
 
     def close(self, deadline_s: float = 10.0) -> None:
         """Kill all processes; what is pending is never scored. Raises DeadlineError if one is left after `deadline_s`."""
-        self._dispatcher.close(deadline_s)
+        self._places.close(deadline_s)
 
     def _applies(self, spec: RewardSpec, fields: Mapping[str, Any]) -> bool:
         chosen = self._by_source.get(source_of(fields) or "")
@@ -244,21 +245,22 @@ class ScoringPool(Generic[Key]):
         shown = [{**pending.fields, STREAM: pending.stream} if spec.stream_tokens else pending.fields for pending in members]
         usable_fields = tuple(usable(spec, fields) for fields in shown)
         tokens = 0 if spec.tokens_per_minute is None else sum(num_tokens(pending.fields) for pending in members)
-        self._dispatcher.submit(spec.name, ScoringTask(task_id, usable_fields, tokens, stream=members[0].stream))
+        self._places.of(spec.name).submit(spec.name, ScoringTask(task_id, usable_fields, tokens, stream=members[0].stream))
 
     def _answered(self, task_id: int, answers: Answers) -> None:
-        """Called from the dispatcher's thread."""
+        """Called from the thread of its place."""
         self._answers.put(partial(self._settle, task_id, answers))
         self._wake()
 
-    def _shown(self, name: str, streams: tuple[int, ...], answer: Answer) -> None:
-        """Called from the dispatcher's thread; not urgent, so it wakes nothing."""
+    def _shown(self, name: str, streams: Collection[int], answer: Answer) -> None:
+        """Called from the thread of its place; not urgent, so it wakes nothing."""
         self._answers.put(partial(self._note, name, streams, answer))
 
-    def _note(self, name: str, streams: tuple[int, ...], answer: Answer) -> list[Scored[Key]]:
+    def _note(self, name: str, streams: Collection[int], answer: Answer) -> list[Scored[Key]]:
         counters = self.counters[name]
         if answer.failure is not None and not counters.not_read:
-            logger.warning("incremental scoring of reward %r failed, later failures are only counted: %s", name, answer.failure)
+            reason = answer.failure.reason
+            logger.warning("incremental scoring of reward %r failed, later failures are only counted: %s", name, reason)
         counters.shown += len(streams)
         counters.not_read += len(streams) if answer.failure is not None else 0
         for stream in streams:

@@ -5,7 +5,7 @@
                 +----------- after a pause, for a transient error with retries left ---+--> an answer
 
 No clock and no thread: time is an argument. A retry waits in this queue, so it holds no worker, obeys the limits, and each
-try has its own time-out. `Prefetch` holds completions that are still being generated, for rewards with incremental scoring.
+try has its own time-out.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from async_rlhf.actors.rewards import Answer, RewardSpec
+from async_rlhf.actors.rewards import Answer, RewardSettings
+from async_rlhf.buffers.failures import Failure, FailureKind
 
 WINDOW_S = 60.0
-PREFETCH_CALL_S = 0.05
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
 
 
@@ -43,13 +43,13 @@ class ScoringTask:
 class RewardQueue:
     """See the module docstring. Single-threaded."""
 
-    def __init__(self, spec: RewardSpec) -> None:
-        self._spec = spec
+    def __init__(self, settings: RewardSettings) -> None:
+        self._settings = settings
         self._waiting: deque[ScoringTask] = deque()
         self._paused: list[ScoringTask] = []
         self._num_running = 0
-        self._requests = None if spec.requests_per_minute is None else WindowLimit(spec.requests_per_minute)
-        self._tokens = None if spec.tokens_per_minute is None else WindowLimit(spec.tokens_per_minute)
+        self._requests = None if settings.requests_per_minute is None else WindowLimit(settings.requests_per_minute)
+        self._tokens = None if settings.tokens_per_minute is None else WindowLimit(settings.tokens_per_minute)
 
     @property
     def is_idle(self) -> bool:
@@ -59,7 +59,8 @@ class RewardQueue:
     def offer(self, task: ScoringTask, now: float) -> Answer | None:
         """None, or why the task can never be called: it costs more than a whole minute's tokens."""
         if self._tokens is not None and task.tokens > self._tokens.limit:
-            return Answer(None, f"needs {task.tokens} tokens, tokens_per_minute allows {self._tokens.limit:.0f}")
+            reason = f"needs {task.tokens} tokens, tokens_per_minute allows {self._tokens.limit:.0f}"
+            return Answer(None, Failure(FailureKind.REFUSED, reason))
         task.waits_since = now
         self._waiting.append(task)
         return None
@@ -108,8 +109,9 @@ class RewardQueue:
         for task in batch:
             own = answers if len(answers) == 1 else answers[start : start + len(task.members)]
             start += len(task.members)
-            pauses = [answer.retry_after_s for answer in own if answer.retry_after_s is not None]
-            if pauses and task.tries <= self._spec.retries:
+            failures = (answer.failure for answer in own if answer.failure is not None)
+            pauses = [failure.retry_after_s for failure in failures if failure.retry_after_s is not None]
+            if pauses and task.tries <= self._settings.retries:
                 pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (task.tries - 1))
                 task.not_before = now + max(pause, *pauses)
                 self._paused.append(task)
@@ -126,20 +128,20 @@ class RewardQueue:
 
     def _next_batch(self) -> tuple[ScoringTask, ...]:
         """The first that wait, as many as a minute's tokens allow at once."""
-        batch = tuple(itertools.islice(self._waiting, self._spec.batch_size))
+        batch = tuple(itertools.islice(self._waiting, self._settings.batch_size))
         while self._tokens is not None and len(batch) > 1 and _cost(batch) > self._tokens.limit:
             batch = batch[:-1]
         return batch
 
     def _has_capacity(self) -> bool:
-        return self._spec.max_concurrency is None or self._num_running < self._spec.max_concurrency
+        return self._settings.max_concurrency is None or self._num_running < self._settings.max_concurrency
 
     def _ripe_at(self, now: float) -> float:
         """When the waiting tasks make a call: at once for a full batch, else `batch_wait_s` after the first came."""
         if not self._waiting:
             return math.inf
-        full = len(self._waiting) >= self._spec.batch_size
-        return now if full else self._waiting[0].waits_since + self._spec.batch_wait_s
+        full = len(self._waiting) >= self._settings.batch_size
+        return now if full else self._waiting[0].waits_since + self._settings.batch_wait_s
 
     def _allowed_at(self, now: float, cost: float) -> float:
         when = now if self._requests is None else self._requests.free_at(now)
@@ -194,55 +196,6 @@ class WindowLimit:
             self._sum -= self._taken.popleft()[1]
         if not self._taken:
             self._sum = 0.0
-
-
-class PrefetchBatch(NamedTuple):
-    """One prefetch call. members: by stream, the completion so far. forgotten: streams that are no longer needed."""
-
-    members: Mapping[int, Mapping[str, Any]]
-    forgotten: tuple[int, ...]
-
-
-class Prefetch:
-    """The unfinished completions one reward may read next: the newest text of each, one call at a time. Single-threaded.
-
-    A prefetch runs only while no score is due, so a score waits for one such call at most. Its size doubles after a call
-    shorter than `PREFETCH_CALL_S` and halves after a longer one. A reward slower than decoding skips intermediate texts.
-    """
-
-    def __init__(self, max_size: int) -> None:
-        self._max_size, self._size = max_size, 1
-        self._waiting: dict[int, Mapping[str, Any]] = {}
-        self._forgotten: list[int] = []
-        self._is_running = False
-
-    def offer(self, stream: int, member: Mapping[str, Any]) -> None:
-        """A longer text replaces a waiting shorter one."""
-        self._waiting[stream] = member
-
-    def ended(self, stream: int) -> None:
-        """The completion is whole and is scored next."""
-        self._waiting.pop(stream, None)
-
-    def forget(self, streams: Iterable[int]) -> None:
-        for stream in streams:
-            self._waiting.pop(stream, None)
-            self._forgotten.append(stream)
-
-    def due(self) -> PrefetchBatch | None:
-        """The next call, None when nothing waits or a call runs. Called while no score is due."""
-        if self._is_running or not (self._waiting or self._forgotten):
-            return None
-        streams = list(itertools.islice(self._waiting, self._size))
-        batch = PrefetchBatch({stream: self._waiting.pop(stream) for stream in streams}, tuple(self._forgotten))
-        self._forgotten.clear()
-        self._is_running = True
-        return batch
-
-    def shown(self, seconds: float) -> None:
-        """The call has ended after `seconds`."""
-        self._is_running = False
-        self._size = min(self._max_size, 2 * self._size) if seconds < PREFETCH_CALL_S else max(1, self._size // 2)
 
 
 def _cost(batch: Iterable[ScoringTask]) -> float:

@@ -7,15 +7,14 @@ threads.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec, Signature, Stream, failed, load, settings_of
-from async_rlhf.actors.workers.book import Failed
+from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec, Signature, Stream, load, settings_of
 from async_rlhf.actors.workers.process import OUT_OF_MEMORY, end_worker
 from async_rlhf.actors.workers.sessions import Closed, StepResult
 from async_rlhf.actors.workers.watchdog import LoopWatchdog, Watched
+from async_rlhf.buffers.failures import Failure, FailureKind, raised
 
 
 class RewardCall(NamedTuple):
@@ -39,17 +38,12 @@ Answers = tuple[Answer, ...]
 """One for each member of a call, or one for all of them."""
 
 
-def answers_of(came: StepResult | Closed | Failed, call: RewardCall) -> Answers:
-    """With the times of what ran. A call that timed out may be retried."""
-    if isinstance(came, StepResult):
-        answers: Answers = came.result
-        return tuple(each._replace(began=came.began, ended=came.ended) for each in answers) if came.began else answers
+def answers_of(came: StepResult | Closed) -> Answers:
+    """With the times of what ran here; a server has given those of its own."""
     if isinstance(came, Closed):
-        return (Answer(None, "discarded"),)
-    if came.kind != "timed out":
-        return (Answer(None, came.reason, came.traceback),)
-    now = time.time()
-    return (Answer(None, came.reason, began=now - call.timeout_s, ended=now, retry_after_s=0.0),)
+        return (Answer(None, Failure(FailureKind.REFUSED, "discarded")),)
+    answers: Answers = (Answer(None, came.result),) if isinstance(came.result, Failure) else came.result
+    return tuple(each if each.began else each._replace(began=came.began, ended=came.ended) for each in answers)
 
 
 class RewardKind:
@@ -113,7 +107,7 @@ def ready(spec: RewardSpec, functions: Mapping[str, RewardFunction] | None) -> R
             settings.prepare(**spec.options)
         return Ready(function, Signature.of(function), spec.options, settings.retry_on, settings.stream)
     except BaseException as error:  # noqa: BLE001  loading runs the user's module; its failure must not end the worker
-        return failed(error)
+        return Answer(None, raised(error))
 
 
 def run_call(reward: Ready | Answer, call: RewardCall) -> Answers:
@@ -127,7 +121,7 @@ def run_call(reward: Ready | Answer, call: RewardCall) -> Answers:
     except BaseException as error:  # noqa: BLE001  the user's code may raise anything, SystemExit included
         if isinstance(error, MemoryError):
             end_worker(OUT_OF_MEMORY)
-        return (failed(error, reward.retry_on),)
+        return (Answer(None, raised(error, reward.retry_on)),)
 
 
 class AsyncCall:
@@ -156,13 +150,10 @@ class AsyncCall:
             is_stopped = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling()
             if is_stopped or (isinstance(error, MemoryError) and not self._in_thread):
                 raise
-            return (failed(error, reward.retry_on),)
+            return (Answer(None, raised(error, reward.retry_on)),)
 
     def close(self) -> asyncio.Future[str]:
         raise AssertionError("nothing of a call is cleaned up")
 
     def ends(self, result: Answers) -> bool:
         return True
-
-    def failed(self, has_died: bool, reason: str) -> Answers:
-        return (Answer(None, reason, retry_after_s=None if has_died else 0.0),)

@@ -3,7 +3,7 @@
     scorer          the stages that a machine runs once for all its actors, on a private ipc socket
     reward server   one reward for actors on any machine (`async-rlhf serve reward FILE:NAME`), with keys or on this machine
 
-Beside its loop (`service`) it owns a dispatcher with the places where its stages run. Queues are here, so completions of
+Beside its loop (`service`) it owns the places where its stages run. Queues are here, so completions of
 several clients share a batch, and limits are those of the server.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec
-from async_rlhf.actors.scoring.dispatcher import Dispatcher
+from async_rlhf.actors.scoring.places import RewardPlaces
 from async_rlhf.actors.scoring.pool import STREAM, RewardCounters, num_tokens, usable
 from async_rlhf.actors.scoring.reward_queue import ScoringTask
 from async_rlhf.actors.scoring.reward_worker import Answers
@@ -43,14 +43,14 @@ class ScoringServer(WorkerService):
         super().__init__(address, key_dir, **service)
         self._specs = {spec.name: spec for spec in specs}
         self._rewards = {spec.name: RewardCounters() for spec in specs}
-        self._dispatcher = Dispatcher(specs, config, self._answered, self._read, functions=functions)
+        self._places = RewardPlaces(specs, config, self._answered, self._read, self._wake, functions=functions)
 
     def _advance(self) -> None:
         """Raises RewardError when the workers of a stage do not come up."""
-        self._dispatcher.check()
+        self._places.check()
 
     def _close(self) -> None:
-        self._dispatcher.close(10.0)
+        self._places.close(10.0)
 
     def _begin(self, client: ServiceClient, session: ServedSession, step: SessionStep) -> None:
         spec = self._spec(step.stage)
@@ -65,19 +65,19 @@ class ScoringServer(WorkerService):
             raise RewardError(f"a completion's tokens are no list: {error}") from error
         client.streams.discard(-1 if stream is None else stream)
         members = tuple(usable(spec, member) for member in shown)
-        self._dispatcher.submit(spec.name, ScoringTask(key, members, tokens, stream=stream))
+        self._places.of(spec.name).submit(spec.name, ScoringTask(key, members, tokens, stream=stream))
 
     def _show(self, client: ServiceClient, show: Show) -> None:
         spec, stream = self._spec(show.stage), client.key(show.stream)
         if not spec.stream_tokens:
             raise RewardError(f"stage {spec.name!r} has no incremental scoring")
         client.streams.add(stream)
-        self._dispatcher.show(stream, {spec.name: usable(spec, {**show.member, STREAM: stream})})
+        self._places.of(spec.name).show(spec.name, stream, usable(spec, {**show.member, STREAM: stream}))
 
     def _end(self, keys: Collection[int], streams: Collection[int]) -> None:
-        self._dispatcher.discard(keys)
+        self._places.discard(keys)
         if streams:
-            self._dispatcher.forget(sorted(streams))
+            self._places.forget(sorted(streams))
 
     def _spec(self, stage: str) -> RewardSpec:
         """Raises RewardError for a stage that is not here."""
@@ -88,20 +88,19 @@ class ScoringServer(WorkerService):
         return self._specs[stage]
 
     def _answered(self, key: int, answers: Answers) -> None:
-        """Called from the dispatcher's threads."""
+        """Called from the threads of the places."""
         self._do(partial(self._answer, key, partial(self._stepped, answers)))
 
     def _stepped(self, answers: Answers, client: ServiceClient, id: int, session: ServedSession) -> Stepped:
         for answer in answers:
             self._rewards[session.stage].count(session.stage, answer)
-        # Retries were made here.
-        return Stepped(id=id, turn=0, answers=[to_fields(answer._replace(retry_after_s=None)) for answer in answers])
+        return Stepped(id=id, turn=0, answers=list(map(to_fields, map(_final, answers))))
 
-    def _read(self, stage: str, streams: tuple[int, ...], answer: Answer) -> None:
-        """Called from the dispatcher's threads; not urgent, so it wakes nothing."""
+    def _read(self, stage: str, streams: Collection[int], answer: Answer) -> None:
+        """Called from the threads of the places; not urgent, so it wakes nothing."""
         self._do(partial(self._send_read, stage, streams, answer), wakes=False)
 
-    def _send_read(self, stage: str, streams: tuple[int, ...], answer: Answer) -> None:
+    def _send_read(self, stage: str, streams: Collection[int], answer: Answer) -> None:
         """To each client its own streams, with their share of the seconds."""
         by_number: dict[int, list[int]] = {}
         for stream in streams:
@@ -112,3 +111,8 @@ class ScoringServer(WorkerService):
                 seconds = answer.seconds * len(own_streams) / len(streams)
                 part = to_fields(answer._replace(ended=answer.began + seconds))
                 self._send(client.peer, Shown(stage=stage, streams=own_streams, answer=part))
+
+
+def _final(answer: Answer) -> Answer:
+    """Retries were made here."""
+    return answer if answer.failure is None else answer._replace(failure=answer.failure._replace(retry_after_s=None))

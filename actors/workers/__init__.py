@@ -6,7 +6,7 @@ sessions   what runs in a worker process, and what a kind of session is
 book       which process runs which session, and what becomes of them when one ends
 pool       a pool of worker processes and the thread that looks after them
 messages   the protocol of sessions between a client and a server
-client     the sessions of one process at a server
+client     the sessions of one process at a server, in place of a pool
 service    the loop of a server for many clients
 
 A kind of session (a call of a reward, an episode) adds what its steps are and how its owner reads what came of them. A further

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 Phase = Literal["stepping", "waiting", "closing"]
+After = Literal["waiting", "closing", "over"]
+"""What a session is after a step, or after its cleanup; over: nothing is left of it."""
 _MOST_WAITED = 10
 
 
@@ -18,20 +20,6 @@ class EndedSessions(NamedTuple):
     failed: tuple[int, ...]
     lost: tuple[int, ...]
     over: tuple[int, ...]
-
-
-class Failed(NamedTuple):
-    """Why a step has no result: what it was given cannot travel, it took too long, or its process ended. traceback: of an
-    exception."""
-
-    kind: Literal["not readable", "died", "timed out"]
-    reason: str
-    traceback: str = ""
-
-
-def timed_out(limit_s: float, setting: str) -> Failed:
-    """A step that took longer than what this setting allows."""
-    return Failed("timed out", f"timed out after {limit_s:g} s ({setting})")
 
 
 @dataclass
@@ -52,6 +40,9 @@ class SessionBook:
         stepping, another or none of them is the cause    is lost
         stepping, it is the cause                         has failed
         stepping, the cause is not known                  is suspect: lost the first time, failed the second
+
+    What its process says of it is passed on while it is waiting or stepping; of one that is closing, because it has ended or
+    was discarded, only that it is over.
 
     Of the suspects in a process one steps at a time, so that the second crash identifies one and not all that happened to be
     there. A process that is retired takes no new sessions; it has drained when none is left in it.
@@ -102,6 +93,13 @@ class SessionBook:
         self._slots[self._worker_of[id]].phases[id] = phase
         if phase == "closing":
             self.forget([self._keys[id]])
+
+    def heard(self, id: int, after: After) -> bool:
+        """What its process says it is now; what is over is `closed` then. Whether that is passed on."""
+        if self.phase(id) not in ("waiting", "stepping"):
+            return False
+        self.enter(id, "waiting" if after == "waiting" else "closing")
+        return True
 
     def phase(self, id: int) -> Phase | None:
         worker = self._worker_of.get(id)

@@ -1,27 +1,30 @@
-"""The client of what is served: the sessions of one process at one server.
+"""The client of what is served: sessions at one server, calls of rewards and episodes alike.
 
 owns        a DEALER socket and a thread; the open sessions, each with the step that is not answered yet
 waits for   messages of the server, actions of its owner; sends a beat once a second
 woken by    the socket, and by `do` through a pipe
-on close    nothing is waited for; the server closes what a silent client has left
+on close    the server is told to close the sessions, and closes what a silent client has left
 
 A server that began anew, or that has dropped this client, names what is missing: first steps are sent again and counted
-(`num_resent`), a session that had gone further is lost. Steps that a server leaves unanswered fail at their own limit, and all
-of them when it has been silent for two minutes.
+(`num_resent`), a session that had gone further is lost, once for each key. Steps that a server leaves unanswered fail at their
+own limit, and all of them when it has been silent for two minutes.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Protocol
 
 import zmq
 
@@ -42,7 +45,9 @@ from async_rlhf.actors.workers.messages import (
     Stepped,
     frames_of,
 )
+from async_rlhf.actors.workers.sessions import Closed, Happened, Lost, StepResult, Stopped
 from async_rlhf.buffers.errors import ConfigError, DeadlineError, RewardError, WireError
+from async_rlhf.buffers.failures import Failure, FailureKind, timed_out
 from async_rlhf.buffers.protocol.message import Codec
 from async_rlhf.buffers.transport.frames import Waker
 from async_rlhf.buffers.transport.keys import load_peer
@@ -57,39 +62,67 @@ _LOOK_S = 0.2
 _SILENT_S = 120.0
 
 
-class Failure(NamedTuple):
-    """Why a step has no answer. lost: the server knows no such session; late: the limit of the step is over."""
+class RemoteKind(Protocol):
+    """What sessions at a server are, and how their steps travel. codec: of its messages. timeout_setting: what failures call
+    the limit of a step. whole_timeout_s: of a session, None for no limit."""
 
-    kind: Literal["refused", "lost", "late", "silent"]
-    reason: str
+    codec: Codec[Message]
+    timeout_setting: str
+    whole_timeout_s: float | None
+
+    def begins(self, id: int, what: Any) -> Iterable[SessionStep | Show | Leave]:
+        """The first step of a session, or what is read ahead and has no answer of its own."""
+
+    def goes_on(self, id: int, turn: int, sent: Any) -> SessionStep: ...
+
+    def limit_s(self, step: SessionStep, timeout_s: float) -> float:
+        """How long its answer is waited for. timeout_s: of a step."""
+
+    def read(self, step: Stepped) -> Any:
+        """The result of a step, as of `sessions.Session.step`; or Failure."""
+
+    def ends(self, result: Any) -> bool:
+        """Whether no step follows."""
 
 
-class SessionClient:
-    """See the module docstring.
+@dataclass
+class _RemoteSession:
+    """ends_at, late_at: of the session and of its step, in monotonic seconds. step: that has no answer yet; None: the model
+    writes. began: the newest, in seconds since the epoch."""
 
-    came: called from its thread for each step, with the session's number and what came of it. shown: with what was read ahead.
-    """
+    key: Hashable
+    timeout_s: float
+    ends_at: float
+    turn: int = 0
+    step: SessionStep | None = None
+    late_at: float = math.inf
+    began: float = 0.0
+
+
+class RemoteSessions:
+    """`Sessions` at a server; see the module docstring. shown: called from its thread with what was read ahead."""
 
     def __init__(
         self,
         address: str,
         keys: str,
-        codec: Codec[Message],
-        came: Callable[[int, Stepped | Failure], object],
+        kind: RemoteKind,
+        happened: Happened,
         shown: Callable[[Shown], object] = lambda shown: None,
     ) -> None:
         """keys: a key directory, "" for none. Raises ConfigError for an address or keys that cannot be."""
-        self._codec, self._came, self._shown = codec, came, shown
+        self._kind, self._happened, self._shown = kind, happened, shown
         self._actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._open: dict[int, SessionStep | None] = {}
-        self._limits: dict[int, float] = {}
+        self._alarm: tuple[float, Callable[[], object]] | None = None
+        self._sessions: dict[int, _RemoteSession] = {}
+        self._lost: set[Hashable] = set()
         self.num_resent = 0
         self._context, self._address, self._closing = zmq.Context(), address, False
         own = os.environ.get(CALLER_VARIABLE, "")
         self._is_there = bool(own) or not address.startswith(CALLER)
         try:
             if self._is_there:
-                self._socket = dealer(self._context, address.replace(CALLER, f"{own}/", 1), keys, codec)
+                self._socket = dealer(self._context, address.replace(CALLER, f"{own}/", 1), keys, kind.codec)
         except ConfigError:
             self._context.term()
             raise
@@ -97,10 +130,21 @@ class SessionClient:
         self._thread = threading.Thread(target=self._run, name="sessions", daemon=True)
         self._thread.start()
 
+    def begin(self, id: int, key: Hashable, what: Any, timeout_s: float) -> None:
+        self.do(partial(self._begin, id, key, what, timeout_s))
+
+    def reply(self, id: int, sent: Any) -> None:
+        self.do(partial(self._reply, id, sent))
+
+    def discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
+        self.do(partial(self._discard, ids, keys))
+
     def do(self, action: Callable[[], object]) -> None:
-        """In its thread, in the order of these calls."""
         self._actions.put(action)
         self._waker.ring()
+
+    def at(self, when: float, action: Callable[[], object]) -> None:
+        self._alarm = when, action
 
     def check(self) -> None:
         if not self._thread.is_alive():
@@ -116,34 +160,45 @@ class SessionClient:
 
     # -- its thread --------------------------------------------------------------------------------------------------
 
-    def step(self, step: SessionStep, limit_s: float = float("inf")) -> None:
-        """Begin a session, or go on with it. limit_s: how long its answer is waited for."""
+    def _begin(self, id: int, key: Hashable, what: Any, timeout_s: float) -> None:
+        limit_s = self._kind.whole_timeout_s
+        for message in self._kind.begins(id, what):
+            if isinstance(message, SessionStep):
+                ends_at = math.inf if limit_s is None else time.monotonic() + limit_s
+                self._sessions[id] = _RemoteSession(key, timeout_s, ends_at)
+                self._step(id, message)
+            else:
+                with suppress(WireError):  # the step of its session fails with it
+                    self._send(message)
+
+    def _reply(self, id: int, sent: Any) -> None:
+        if (session := self._sessions.get(id)) is not None:
+            session.turn += 1
+            self._step(id, self._kind.goes_on(id, session.turn, sent))
+
+    def _step(self, id: int, step: SessionStep) -> None:
+        session, now = self._sessions[id], time.monotonic()
+        session.step, session.began = step, time.time()
+        session.late_at = min(now + self._kind.limit_s(step, session.timeout_s), session.ends_at)
         if not self._is_there:
-            self._fail(step.id, Failure("refused", f"what answers is in the process that started this run: {self._address}"))
+            reason = f"what answers is in the process that started this run: {self._address}"
+            self._fail(id, Failure(FailureKind.LOST, reason))
             return
-        self._open[step.id] = step
-        if limit_s < float("inf"):
-            self._limits[step.id] = time.monotonic() + limit_s
         try:
-            self.send(step)
+            self._send(step)
         except WireError as error:
-            self._fail(step.id, Failure("refused", str(error)))
+            self._fail(id, Failure(FailureKind.UNREADABLE, str(error)))
 
-    def leave(self, ids: Iterable[int], streams: Iterable[int] = ()) -> None:
-        """Nothing more is wanted of these, and nothing comes."""
-        ids = list(ids)
-        for id in ids:
-            self._forget(id)
-        self.send(Leave(ids=ids, streams=list(streams)))
+    def _discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
+        self._lost.difference_update(keys)
+        if known := [id for id in ids if self._sessions.pop(id, None) is not None]:
+            self._send(Leave(ids=known))
+        for id in known:
+            self._happened(Closed(id))
 
-    def show(self, message: Show) -> None:
-        """What cannot travel is not shown: the step of its session fails with it."""
-        with suppress(WireError):
-            self.send(message)
-
-    def send(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         """Raises WireError for what cannot travel."""
-        frames = frames_of(message, self._codec)
+        frames = frames_of(message, self._kind.codec)
         with suppress(zmq.Again):  # its keys were refused, and ZeroMQ has no connection any more
             if self._is_there:
                 self._socket.send_multipart(frames, zmq.NOBLOCK)
@@ -156,24 +211,30 @@ class SessionClient:
         self._last_message, self._beaten, self._heard_beat, looked = time.monotonic(), 0.0, True, 0.0
         try:
             while not self._closing:
-                if self._waker.descriptor in dict(poller.poll(int(1000 * _LOOK_S))):
+                until = _LOOK_S if self._alarm is None else min(_LOOK_S, self._alarm[0] - time.monotonic())
+                if self._waker.descriptor in dict(poller.poll(max(0, math.ceil(1000 * until)))):
                     self._waker.clear()
                 for _ in range(self._actions.qsize()):
                     self._actions.get_nowait()()
                 if self._is_there:
                     self._receive()
                 now = time.monotonic()
+                if self._alarm is not None and self._alarm[0] <= now:
+                    (_, action), self._alarm = self._alarm, None
+                    action()
                 if now - looked >= _LOOK_S:
                     looked = now
                     self._look(now)
+            self._send(Leave(ids=list(self._sessions)))
         finally:
             self._context.destroy(linger=0)
+            self._happened(Stopped())
 
     def _receive(self) -> None:
         with suppress(zmq.Again):
             while True:
                 try:
-                    message = self._codec.unpack(self._socket.recv(zmq.NOBLOCK))
+                    message = self._kind.codec.unpack(self._socket.recv(zmq.NOBLOCK))
                 except WireError as error:
                     _log.warning("%s: %s", self._address, error)
                     continue
@@ -186,55 +247,69 @@ class SessionClient:
                     self._heard_beat = True
                     self._send_again(message.ids)
                 elif isinstance(message, SessionGone):
-                    self._fail(message.id, Failure("lost", "its server began anew, or lost the process that ran it"))
+                    self._lose(message.id, "its server began anew, or lost the process that ran it")
                 elif isinstance(message, SessionRefused):
-                    self._fail(message.id, Failure("refused", message.reason))
+                    self._fail(message.id, Failure(FailureKind.REFUSED, message.reason))
 
     def _stepped(self, message: Stepped) -> None:
-        awaited = self._open.get(message.id)
-        if awaited is None or awaited.turn != message.turn:
+        session = self._sessions.get(message.id)
+        if session is None or session.step is None or session.step.turn != message.turn:
             return  # it came already
-        self._limits.pop(message.id, None)
-        if message.content is None:
-            del self._open[message.id]
-        else:
-            self._open[message.id] = None
-        self._came(message.id, message)
+        session.step, session.late_at = None, math.inf
+        result = self._kind.read(message)
+        if is_over := self._kind.ends(result):
+            del self._sessions[message.id]
+            if message.content is not None:  # the server would go on
+                self._send(Leave(ids=[message.id]))
+        self._happened(StepResult(message.id, result, session.began, time.time(), "over" if is_over else "waiting"))
 
     def _send_again(self, ids: list[int]) -> None:
-        known = [id for id in ids if id in self._open]
+        known = [id for id in ids if id in self._sessions]
         if known:
             _log.warning("%s does not know %d sessions of this process (any more)", self._address, len(known))
         for id in known:
-            if (step := self._open[id]) is None:
-                self._fail(id, Failure("lost", "its server began anew"))
+            if (step := self._sessions[id].step) is None:
+                self._lose(id, "its server began anew")
             else:
                 self.num_resent += 1
-                self.send(step)
+                self._send(step)
 
     def _look(self, now: float) -> None:
         if self._is_there and now - self._beaten >= (BEAT_S if self._heard_beat else _UNANSWERED_BEAT_S):
             if not self._heard_beat:
                 _log.warning("%s has not answered for %.0f s", self._address, now - self._beaten)
             self._beaten, self._heard_beat = now, False
-            self.send(SessionBeat(open=[(id, -1 if step is None else step.turn) for id, step in self._open.items()]))
-        for id in [id for id, limit in self._limits.items() if limit <= now]:
-            self.send(Leave(ids=[id]))
-            self._fail(id, Failure("late", f"{self._address} did not answer in time"))
-        if all(step is None for step in self._open.values()):
+            steps = [(id, session.step) for id, session in self._sessions.items()]
+            self._send(SessionBeat(open=[(id, -1 if step is None else step.turn) for id, step in steps]))
+        for id in [id for id, session in self._sessions.items() if session.late_at <= now]:
+            self._send(Leave(ids=[id]))
+            self._fail(id, self._late(self._sessions[id], now))
+        if all(session.step is None for session in self._sessions.values()):
             self._last_message = now  # its silence counts from the next step
         if (silent_s := now - self._last_message) > _SILENT_S:
-            for id in [id for id, step in self._open.items() if step is not None]:
-                self._fail(id, Failure("silent", f"{self._address} was silent for {silent_s:.0f} s"))
+            for id in [id for id, session in self._sessions.items() if session.step is not None]:
+                reason = f"{self._address} was silent for {silent_s:.0f} s"
+                self._fail(id, Failure(FailureKind.LOST, reason))
 
-    def _fail(self, id: int, failure: Failure) -> None:
-        if id in self._open or not self._is_there:
-            self._forget(id)
-            self._came(id, failure)
+    def _late(self, session: _RemoteSession, now: float) -> Failure:
+        if session.ends_at <= now:
+            return timed_out(f"the episode took longer than {self._kind.whole_timeout_s:g} s (episode_timeout_s)")
+        setting = self._kind.timeout_setting
+        return timed_out(f"{self._address} did not answer in time: {session.timeout_s:g} s ({setting})")
 
-    def _forget(self, id: int) -> None:
-        self._open.pop(id, None)
-        self._limits.pop(id, None)
+    def _lose(self, id: int, reason: str) -> None:
+        """The server does not know it: its owner may begin it again, once."""
+        session = self._sessions.get(id)
+        if session is None or session.key in self._lost:
+            self._fail(id, Failure(FailureKind.LOST, reason))
+        else:
+            self._lost.add(session.key)
+            del self._sessions[id]
+            self._happened(Lost(id))
+
+    def _fail(self, id: int, why: Failure) -> None:
+        if (session := self._sessions.pop(id, None)) is not None:
+            self._happened(StepResult(id, why, session.began, time.time()))
 
 
 def describe(address: str, timeout_s: float, keys: str = "", codec: Codec[Message] = STAGES) -> Description:

@@ -1,7 +1,7 @@
 """The protocol of what is served to actors: sessions of users' code, each a call of a reward or an episode of an environment.
 
-    client -> server   Describe, Step, Show, Leave, Beat
-    server -> client   Description, Stepped, Shown, Missing, Gone, Refused
+    client -> server   Describe, SessionStep, Show, Leave, SessionBeat
+    server -> client   Description, Stepped, Shown, MissingSteps, SessionGone, SessionRefused
 
 A client's message is two frames: the number of its session, empty for other messages, then the packed message. So a step that
 cannot be read is refused by its number. The first step begins a session; each step has one answer, and one without `content`
@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import Field
 
 from async_rlhf.actors.rewards.answer import Answer
+from async_rlhf.buffers.failures import Failure, FailureKind
 from async_rlhf.buffers.protocol import message
 from async_rlhf.buffers.protocol.message import Amount, Codec, Count, MessageBase
 
@@ -97,16 +98,23 @@ class Description(message.Message):
     environment: EnvironmentFields | None = None
 
 
+class FailureFields(MessageBase):
+    """A `Failure`."""
+
+    kind: Annotated[FailureKind, Field(strict=False)]
+    reason: str
+    traceback: str
+    retry_after_s: float | None
+
+
 class AnswerFields(MessageBase):
     """An `Answer`; logprobs: little-endian float32."""
 
     value: float | None
-    failure: str | None
-    traceback: str
+    failure: FailureFields | None
     metrics: dict[str, float]
     began: float
     ended: float
-    retry_after_s: float | None
     logprobs: bytes | None
 
 
@@ -185,12 +193,19 @@ def frames_of(message: Message, codec: Codec[Message]) -> list[bytes]:
 
 def to_fields(answer: Answer) -> AnswerFields:
     logprobs = None if answer.logprobs is None else answer.logprobs.astype("<f4").tobytes()
-    return AnswerFields(**{**answer._asdict(), "metrics": dict(answer.metrics), "logprobs": logprobs})
+    failure = None if answer.failure is None else FailureFields(**answer.failure._asdict())
+    return AnswerFields(**{**answer._asdict(), "failure": failure, "metrics": dict(answer.metrics), "logprobs": logprobs})
 
 
 def to_answers(found: Iterable[AnswerFields]) -> tuple[Answer, ...]:
-    return tuple(Answer(**{**each.model_dump(), "logprobs": _array(each.logprobs)}) for each in found)
-
-
-def _array(data: bytes | None) -> Any:
-    return None if data is None else np.frombuffer(data, "<f4").astype(np.float32, copy=False)
+    return tuple(
+        Answer(
+            each.value,
+            None if each.failure is None else Failure(**dict(each.failure)),
+            each.metrics,
+            each.began,
+            each.ended,
+            None if each.logprobs is None else np.frombuffer(each.logprobs, "<f4").astype(np.float32, copy=False),
+        )
+        for each in found
+    )

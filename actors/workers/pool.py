@@ -19,18 +19,19 @@ import queue
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from async_rlhf.actors.rewards.answer import failed
-from async_rlhf.actors.workers.book import Failed, SessionBook, timed_out
+from async_rlhf.actors.workers.book import SessionBook
 from async_rlhf.actors.workers.process import LOOK_S, START_LIMIT_S, PoolWorker, WorkerThread, is_over
-from async_rlhf.actors.workers.sessions import Closed, Happened, SessionKind, StartFailed, StepResult, serve
+from async_rlhf.actors.workers.sessions import Closed, Happened, Lost, SessionKind, StartFailed, StepResult, Stopped, serve
 from async_rlhf.actors.workers.watchdog import GRACE_S
 from async_rlhf.buffers.errors import AsyncRLHFError, DeadlineError
+from async_rlhf.buffers.failures import Failure, FailureKind, late, raised, timed_out
 from async_rlhf.buffers.transport.frames import Waker
 
 logger = logging.getLogger(__name__)
@@ -48,8 +49,6 @@ _TOO_MANY = (
     f"more than {MAX_STUCK} calls of functions of the calling process ran past their time-out and never ended; put the "
     "function into a .py file, where a call can be killed"
 )
-# The id of no session.
-_NONE = -1
 
 
 @dataclass(slots=True)
@@ -76,16 +75,18 @@ class WorkerPool:
         # Ids of those without a process, and of those that have one and are to step, in the order in which they came.
         self._unplaced: dict[int, None] = {}
         self._unsent: dict[int, None] = {}
-        self._found: list[tuple[int, StepResult | Closed | Failed | None]] = []
+        self._found: list[StepResult | Closed | Lost] = []
         self._stuck: list[WorkerThread] = []
         self._workers: dict[int, PoolWorker] = {}
         self._num_started = self._failed_starts = 0
         self._actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._own_actions: deque[Callable[[], object]] = deque()  # of the thread itself
         self._waker, self._is_rung = Waker(), False
         # Kept from wait to wait: a call of a quick reward costs little more than its messages.
         self._poll, self._by_descriptor = select.poll(), dict[int, PoolWorker]()
         self._poll.register(self._waker.descriptor, select.POLLIN)
         self._look_at = 0.0
+        self._alarm: tuple[float, Callable[[], object]] | None = None
         self._closing_by: float | None = None
         self._broken: str | None = None
         self._thread = threading.Thread(target=self._run, name="workers", daemon=True)
@@ -97,16 +98,27 @@ class WorkerPool:
         try:
             packed = ForkingPickler.dumps(("begin", id, what))
         except Exception as error:  # noqa: BLE001  a column may be an object of the user's, and raise anything
-            found = failed(error)
-            self._act(partial(self._over, id, Failed("not readable", found.failure or "", found.traceback)))
+            self.do(partial(self._fail, id, raised(error)._replace(kind=FailureKind.UNREADABLE)))
             return
-        self._act(partial(self._begin, id, _PooledSession(key, timeout_s, [packed], len(packed))))
+        self.do(partial(self._begin, id, _PooledSession(key, timeout_s, [packed], len(packed))))
 
     def reply(self, id: int, sent: Any) -> None:
-        self._act(partial(self._reply, id, ForkingPickler.dumps(("reply", id, sent))))
+        self.do(partial(self._reply, id, ForkingPickler.dumps(("reply", id, sent))))
 
     def discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
-        self._act(partial(self._discard, ids, keys))
+        self.do(partial(self._discard, ids, keys))
+
+    def do(self, action: Callable[[], object]) -> None:
+        if threading.get_ident() == self._thread.ident:
+            self._own_actions.append(action)
+            return
+        self._actions.put(action)
+        if not self._is_rung:  # else it has not looked at its actions since
+            self._is_rung = True
+            self._waker.ring()
+
+    def at(self, when: float, action: Callable[[], object]) -> None:
+        self._alarm = when, action
 
     def num_sessions(self) -> int:
         """Those in the processes, that are being cleaned up included."""
@@ -137,20 +149,12 @@ class WorkerPool:
         for worker in tuple(self._workers.values()):
             worker.process.kill()
 
-    def _act(self, action: Callable[[], object]) -> None:
-        """To be done by the thread."""
-        self._actions.put(action)
-        # Else it has not looked at its actions since, or is just acting itself.
-        if not self._is_rung and threading.get_ident() != self._thread.ident:
-            self._is_rung = True
-            self._waker.ring()
-
     # -- its thread: sessions ----------------------------------------------------------------------------------------
 
     def _begin(self, id: int, session: _PooledSession) -> None:
         self._stuck = [thread for thread in self._stuck if thread.is_stuck]
         if len(self._stuck) > MAX_STUCK:
-            self._over(id, Failed("died", _TOO_MANY))
+            self._fail(id, Failure(FailureKind.DIED, _TOO_MANY))
             return
         self._sessions[id] = session
         self._unplaced[id] = None
@@ -168,7 +172,7 @@ class WorkerPool:
                 continue
             if not session.has_begun:
                 self._unplaced.pop(id, None)
-                self._over(id, Closed(id))
+                self._over(Closed(id))
             elif self._book.phase(id) != "closing":
                 self._book.enter(id, "closing")
                 if self._kind.at_once is not None and (number := self._book.worker_of(id)) is not None:
@@ -190,8 +194,8 @@ class WorkerPool:
                 del self._unsent[id]
                 self._go_on(id, self._sessions[id], self._workers[number])
         found, self._found = self._found, []
-        for id, came in found:
-            self._happened(id, came)
+        for came in found:
+            self._happened(came)
 
     def _has_room(self, size: int, number: int) -> bool:
         inside = self._book.sessions(number)
@@ -217,17 +221,21 @@ class WorkerPool:
         try:
             worker.connection.send_bytes(packed)
         except BlockingIOError:
-            reason = f"timed out: its process took no message for {GRACE_S:g} s"
-            self._replace(worker, Failed("timed out", reason), worker.running())
+            self._replace(worker, timed_out(f"timed out: its process took no message for {GRACE_S:g} s"), worker.causes())
         except OSError:
             return False
         return True
 
-    def _over(self, id: int, came: StepResult | Closed | Failed | None) -> None:
+    def _over(self, came: StepResult | Closed | Lost) -> None:
         """Nothing is left of a session."""
-        self._book.closed(id)
-        self._sessions.pop(id, None)
-        self._found.append((id, came))
+        self._book.closed(came.id)
+        self._sessions.pop(came.id, None)
+        self._found.append(came)
+
+    def _fail(self, id: int, why: Failure) -> None:
+        session, now = self._sessions.get(id), time.time()
+        took_s = session.timeout_s if session is not None and why.kind is FailureKind.TIMED_OUT else 0.0
+        self._over(StepResult(id, why, now - took_s, now))
 
     def _take(self, worker: PoolWorker) -> None:
         message: StepResult | Closed | StartFailed | None = worker.connection.recv()
@@ -238,21 +246,16 @@ class WorkerPool:
         if isinstance(message, StartFailed):
             worker.failure = message.reason
             return
-        phase = self._book.phase(message.id)
-        is_wanted = phase in ("waiting", "stepping")  # Else it has been discarded.
-        if isinstance(message, StepResult) and is_wanted:
-            self._book.enter(message.id, "closing" if message.ends else "waiting")
-        if isinstance(message, Closed):
-            self._over(message.id, message)
-        elif message.ends and not self._kind.cleans_up:
+        is_passed_on = self._book.heard(message.id, message.after)
+        if message.after == "over":
             worker.began = time.monotonic()
-            self._over(message.id, message if is_wanted else Closed(message.id))
-        elif is_wanted:
-            self._found.append((message.id, message))
+            self._over(message if is_passed_on or isinstance(message, Closed) else Closed(message.id))
+        elif is_passed_on:
+            self._found.append(message)
         if message.retire and worker.takes:
             logger.warning("one of %s is replaced: a step in it cannot be stopped", self._what)
             self._retire(worker)
-        if worker.retired_until is not None and self._has(worker) and self._book.has_drained(worker.number):
+        if self._has(worker) and self._book.has_drained(worker.number):
             self._end_retired(worker)
 
     # -- its thread: processes ---------------------------------------------------------------------------------------
@@ -270,13 +273,14 @@ class WorkerPool:
             self._kill()  # all at once, before any is waited for
             for worker in self._workers.values():
                 worker.end()
-            self._happened(_NONE, None)  # Wakes the owner, whose `check` raises if this was not on purpose.
+            self._happened(Stopped())
 
     def _turn(self, until: float) -> None:
         """Wait for something, until so many monotonic seconds, and see to all of it."""
         # What is asked for later waits for the next turn, which first sees whose process has ended by then.
         num_actions = self._actions.qsize()
-        wait_ms = 0 if num_actions else max(0.0, 1000 * (until - time.monotonic()))
+        until = until if self._alarm is None else min(until, self._alarm[0])
+        wait_ms = 0 if num_actions or self._own_actions else max(0.0, 1000 * (until - time.monotonic()))
         ready = [descriptor for descriptor, _ in self._poll.poll(wait_ms)]
         workers = [self._by_descriptor[descriptor] for descriptor in ready if descriptor in self._by_descriptor]
         if len(workers) < len(ready):
@@ -288,10 +292,16 @@ class WorkerPool:
                 try:
                     self._take(worker)
                 except (EOFError, OSError):
-                    self._replace(worker, Failed("died", worker.ended()), worker.running())
+                    self._replace(worker, Failure(FailureKind.DIED, worker.ended()), worker.causes())
         for _ in range(num_actions):
             self._actions.get_nowait()()
-        if (now := time.monotonic()) >= self._look_at:
+        now = time.monotonic()
+        if self._alarm is not None and now >= self._alarm[0]:
+            (_, action), self._alarm = self._alarm, None
+            action()
+        while self._own_actions:
+            self._own_actions.popleft()()
+        if now >= self._look_at:
             self._look_at_all(now)
         self._advance()
 
@@ -301,7 +311,7 @@ class WorkerPool:
                 continue
             if not worker.is_ready:
                 if now >= worker.ready_by:
-                    self._replace(worker, Failed("died", f"it was not ready within {START_LIMIT_S:g} s"), None)
+                    self._replace(worker, Failure(FailureKind.DIED, f"it was not ready within {START_LIMIT_S:g} s"))
             elif worker.retired_until is not None and worker.retired_until < now:
                 self._end_retired(worker)
             elif self._book.sessions(worker.number):
@@ -315,7 +325,7 @@ class WorkerPool:
         if self._kind.at_once is None:
             limit_s = self._sessions[next(iter(inside))].timeout_s
             if now - worker.began >= limit_s:
-                self._replace(worker, timed_out(limit_s, self._kind.timeout_setting), None)
+                self._replace(worker, late(limit_s, self._kind.timeout_setting))
             return
         on_loop = worker.running()
         cause = on_loop if on_loop in inside else None
@@ -327,10 +337,10 @@ class WorkerPool:
             return
         limit = f"for more than {limit_s:g} s ({self._kind.timeout_setting})"
         if cause is None:
-            self._replace(worker, Failed("died", f"its process did not answer {limit}"), None)
+            self._replace(worker, Failure(FailureKind.DIED, f"its process did not answer {limit}"))
         else:
             blocked = f"timed out: it blocked the event loop {limit}; a step that does not await belongs in a plain 'def'"
-            self._replace(worker, Failed("timed out", blocked), cause)
+            self._replace(worker, timed_out(blocked), [cause])
 
     def _has(self, worker: PoolWorker) -> bool:
         return self._workers.get(worker.number) is worker
@@ -349,17 +359,18 @@ class WorkerPool:
 
     def _retire(self, worker: PoolWorker) -> None:
         self._book.retire(worker.number)
-        worker.takes, worker.retired_until = False, time.monotonic() + DRAIN_S
+        worker.retired_until = time.monotonic() + DRAIN_S
         retired = [each for each in self._workers.values() if not each.takes]
         if len(retired) > self._num_workers:  # So there are never more than twice as many processes.
             self._end_retired(retired[0])
 
     def _end_retired(self, worker: PoolWorker) -> None:
         """Its cause is known, and has failed already."""
-        self._replace(worker, Failed("died", "it was retired"), _NONE)
+        self._replace(worker, Failure(FailureKind.DIED, "it was retired"), ())
 
-    def _replace(self, worker: PoolWorker, why: Failed, cause: int | None) -> None:
-        """End a worker. cause: the session for whose code it must end, where it is known; of calls in order, the first is."""
+    def _replace(self, worker: PoolWorker, why: Failure, causes: Collection[int] | None = None) -> None:
+        """End a worker. causes: the sessions for whose code it must end; None: not known, but of calls in order it is the
+        first."""
         del self._workers[worker.number], self._by_descriptor[worker.connection.fileno()]
         self._poll.unregister(worker.connection)
         worker.end()
@@ -372,16 +383,16 @@ class WorkerPool:
                 )
         if isinstance(worker.process, WorkerThread):
             self._stuck.append(worker.process)
-        if self._kind.at_once is None and cause is None:
-            cause = next(iter(self._book.sessions(worker.number)), _NONE)
-        left = self._book.died(worker.number, None if cause is None else (cause,))
+        if self._kind.at_once is None and causes is None:
+            causes = [*self._book.sessions(worker.number)][:1]
+        left = self._book.died(worker.number, causes)
         if worker.takes:
             what = "thread is left behind" if self._kind.in_thread else "process is replaced"
             logger.warning("%s; the %s, %d sessions failed, %d begin again", why.reason, what, len(left.failed), len(left.lost))
-        twice = "its process ended twice while it was in a step: " if cause is None else ""
+        twice = "its process ended twice while it was in a step: " if causes is None else ""
         for id in left.failed:
-            self._over(id, why._replace(reason=twice + why.reason))
+            self._fail(id, why._replace(reason=twice + why.reason))
         for id in left.lost:
-            self._over(id, None)
+            self._over(Lost(id))
         for id in left.over:
-            self._over(id, Closed(id))
+            self._over(Closed(id))

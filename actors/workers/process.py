@@ -260,9 +260,8 @@ def ended(exit_code: int | None, memory_mb: int | None, setting: str) -> str:
 class PoolWorker:
     """One process and the parent's end of its connection.
 
-    is_ready: it has loaded its user's code; failure: why it cannot, "" where no reason came. takes: it gets new sessions.
-    began: since when the first of its calls in order runs. ready_by, retired_until: as began in monotonic seconds, the latter
-    None while it takes sessions.
+    is_ready: it has loaded its user's code; failure: why it cannot, "" where no reason came. began: since when the first of its
+    calls in order runs. ready_by, retired_until: as began in monotonic seconds, the latter None while it takes sessions.
     """
 
     def __init__(self, number: int, serve: Callable[..., None], kind: SessionKind) -> None:
@@ -283,16 +282,26 @@ class PoolWorker:
             raise
         if not kind.in_thread:
             theirs.close()
-        self.is_ready, self.takes, self.failure = False, True, ""
+        self.is_ready, self.failure = False, ""
         self.ready_by, self.began = time.monotonic() + START_LIMIT_S, 0.0
         self.retired_until: float | None = None
         self._seen: tuple[float, RunningTurn | None] = (0.0, None)
         self._looked, self._silent_s = time.monotonic(), 0.0
 
+    @property
+    def takes(self) -> bool:
+        """Whether it gets new sessions."""
+        return self.retired_until is None
+
     def running(self) -> int | None:
         """The session whose code is on the event loop right now, or was when the process died."""
         turn = self.watchdog.look()
         return None if turn is None else turn.id
+
+    def causes(self) -> list[int] | None:
+        """The same, as of `SessionBook.died`."""
+        on_loop = self.running()
+        return None if on_loop is None else [on_loop]
 
     def silent_s(self, now: float) -> float:
         """How long its loop has neither turned nor gone from one session to another. Only time in which this process could look

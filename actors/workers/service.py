@@ -159,6 +159,10 @@ class WorkerService:
         if wakes:
             self._socket.wake()
 
+    def _wake(self) -> None:
+        """From any thread: there may be something to see to."""
+        self._do(lambda: None)
+
     def _receive(self) -> None:
         while (received := self._socket.receive()) is not None:
             peer, *frames = map(bytes, received[0])

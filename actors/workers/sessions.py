@@ -5,12 +5,12 @@ waits for   messages (in a thread of its own, so that the owner can always send)
 woken by    these
 on close    it is killed; sessions that clean up have been closed before
 
-    owner -> process   Message: begin, reply, close
+    owner -> process   Order: begin, reply, close
     process -> owner   None once the user's code is imported, or StartFailed; StepResult, Closed
 
 Each begin and each reply is a step, and answered by one StepResult, unless it gave nothing: the session has a further step by
 itself once there is something. A session is over with Closed, after its cleanup, or with its last StepResult where there is
-none. An id names a session of one owner's life.
+none to run. An id names a session of one owner's life.
 
 Sessions run on an event loop, many at once; or in order, each a single call that only the end of the process stops. A blocked
 loop cannot report itself: the process writes into shared memory that its loop turns and which session runs on it (`watchdog`).
@@ -30,16 +30,17 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple, Protocol
 
-from async_rlhf.actors.workers.book import Failed, timed_out
+from async_rlhf.actors.workers.book import After
 from async_rlhf.actors.workers.process import OUT_OF_MEMORY, end_worker, ended, obey_parent
 from async_rlhf.actors.workers.watchdog import GRACE_S, LoopWatchdog
 from async_rlhf.buffers.errors import AsyncRLHFError
+from async_rlhf.buffers.failures import Failure, FailureKind, late, timed_out
 
 # How often the loop shows that it turns.
 PULSE_S = 0.2
 
 
-Message = tuple[Literal["begin", "reply", "close"], int, Any]
+Order = tuple[Literal["begin", "reply", "close"], int, Any]
 """To a session, by its id: what it is about, what the model wrote in its turn, or that nothing more is wanted of it. A plain
 tuple, which costs a quarter of the time to pack that a named one does."""
 
@@ -58,42 +59,62 @@ NOTHING = Nothing()
 
 
 class StepResult(NamedTuple):
-    """The result of one step. began, ended: of it, in seconds since the epoch; 0 where the result has its own times. ends: no
-    step follows, and nothing is left of the session unless its kind cleans up. retire: as of Closed."""
+    """The result of one step, as its kind makes it, or why there is none (Failure). began, ended: of the step, in seconds since
+    the epoch. after: what its session is then. retire: as of Closed."""
 
     id: int
     result: Any
     began: float = 0.0
     ended: float = 0.0
-    ends: bool = True
+    after: After = "over"
     retire: bool = False
 
 
 class Closed(NamedTuple):
-    """failure: what its cleanup raised. retire: something of it runs on and cannot be stopped, or memory ran out: its process
-    should take no further sessions."""
+    """Nothing is left of a session that had ended or was discarded. failure: what its cleanup raised. retire: something of it
+    runs on and cannot be stopped, or memory ran out: its process should take no further sessions."""
 
     id: int
     failure: str = ""
     retire: bool = False
+    after: After = "over"
 
 
-Happened = Callable[[int, StepResult | Closed | Failed | None], object]
-"""Takes what became of a session, by its id. None: it is lost; by -1: there will be no more. Called from another thread."""
+class Lost(NamedTuple):
+    """The session ended for another's reason; its owner may begin it again."""
+
+    id: int
+
+
+class Stopped(NamedTuple):
+    """There are no more sessions; `Sessions.check` has the reason."""
+
+
+Happened = Callable[[StepResult | Closed | Lost | Stopped], object]
+"""Takes what became of a session. Called from the thread of the sessions."""
 
 
 class Sessions(Protocol):
-    """Where sessions run: processes of this one (`pool.WorkerPool`), or a server. Nothing waits here.
+    """Where sessions run: processes of this one (`pool.WorkerPool`), or a server (`client.RemoteSessions`). Nothing waits here.
 
-    `Happened` is called once for each `begin` and each reply; also with None for a session that is lost, and with Closed once
-    nothing is left of one that was discarded or had to clean up.
+    It has a thread, which tells its owner (`Happened`): of a StepResult for each `begin` and each reply; of Lost in its place;
+    of Closed once nothing is left of a session that was discarded or had to clean up.
     """
 
     def begin(self, id: int, key: Hashable, what: Any, timeout_s: float) -> None:
         """key: names what is begun again as another session. timeout_s: of a step."""
 
+    def reply(self, id: int, sent: Any) -> None:
+        """What the model wrote in its turn."""
+
     def discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
         """Close these sessions, as soon as their steps end or can be stopped; the keys are not begun again."""
+
+    def do(self, action: Callable[[], object]) -> None:
+        """In its thread, in the order of these calls."""
+
+    def at(self, when: float, action: Callable[[], object]) -> None:
+        """In its thread at that time (monotonic seconds), once; instead of what was to be done so before. Called there."""
 
     def check(self) -> None:
         """Raises an error when it cannot recover."""
@@ -123,9 +144,6 @@ class Session(Protocol):
 
     def ends(self, result: Any) -> bool:
         """Whether no step follows."""
-
-    def failed(self, has_died: bool, reason: str) -> Any:
-        """The result of a step that gave none: memory ran out, or it took too long."""
 
 
 class SessionKind(Protocol):
@@ -242,9 +260,9 @@ class _Loop:
                 await asyncio.wait_for(over.wait(), PULSE_S)
             self._watchdog.beat()
 
-    def _take(self, message: Message) -> None:
-        act, id, what = message
-        if act == "begin":  # at once, because a message to close it may come before its task runs
+    def _take(self, order: Order) -> None:
+        act, id, what = order
+        if act == "begin":  # at once, because a order to close it may come before its task runs
             running = self._running[id] = _RunningSession(id, self._kind.begin(id, what, self._watchdog))
             task = asyncio.get_running_loop().create_task(self._attend(running))
             self._tasks.add(task)
@@ -269,14 +287,13 @@ class _Loop:
         id, sent = running.id, None
         while not running.is_closed:
             step = await self._step(running, sent)
-            is_over = step.ends and not self._kind.cleans_up
-            if is_over:
+            if step.after == "over":
                 del self._running[id]
             if step.result is not NOTHING:
                 self._connection.send(step)  # the owner always reads, so this does not block the loop
-            if is_over:
+            if step.after == "over":
                 return
-            if step.ends or running.is_closed:
+            if step.after == "closing" or running.is_closed:
                 break
             if (more := running.session.more) is not None:
                 more.add_done_callback(running.wake)
@@ -298,21 +315,24 @@ class _Loop:
         except MemoryError:
             # What each session holds cannot be told apart: memory comes back with a new process.
             running.retires = True
-            result = session.failed(True, ended(OUT_OF_MEMORY, self._kind.memory_mb, self._kind.memory_setting))
+            reason = ended(OUT_OF_MEMORY, self._kind.memory_mb, self._kind.memory_setting)
+            result = Failure(FailureKind.DIED, reason)
         if result is None:
-            result = session.failed(False, self._late(session, in_step=left_s > session.timeout_s))
-        return StepResult(running.id, result, began, time.time(), session.ends(result), running.is_stuck or running.retires)
+            result = self._late(session, in_step=left_s > session.timeout_s)
+        ends = isinstance(result, Failure) or session.ends(result)
+        after: After = "waiting" if not ends else "closing" if self._kind.cleans_up else "over"
+        return StepResult(running.id, result, began, time.time(), after, running.is_stuck or running.retires)
 
-    def _late(self, session: Session, in_step: bool = True) -> str:
+    def _late(self, session: Session, in_step: bool = True) -> Failure:
         if in_step:
-            return timed_out(session.timeout_s, self._kind.timeout_setting).reason
-        return f"the episode took longer than {session.whole_timeout_s:g} s (episode_timeout_s)"
+            return late(session.timeout_s, self._kind.timeout_setting)
+        return timed_out(f"the episode took longer than {session.whole_timeout_s:g} s (episode_timeout_s)")
 
     async def _close(self, running: _RunningSession) -> str:
         """Run the cleanup; what that failed with."""
         await self._places.acquire()
         failure = await self._bounded(running, running.session.close(), running.session.timeout_s)
-        return self._late(running.session) if failure is None else str(failure)
+        return self._late(running.session).reason if failure is None else str(failure)
 
     async def _bounded(self, running: _RunningSession, step: asyncio.Future[Any], timeout_s: float) -> Any:
         """The result, None where there was none in time. The place is given back unless what runs cannot be stopped."""

@@ -26,7 +26,7 @@ _SILENT_BEATS = 3
 _MOST_BITS = 8
 # A tick that comes later than this after the last, or than half a lease, proves that nothing was received.
 _MAX_LATE_S = 2.0
-_NOTHING_YET = wire.Telemetry().model_dump()
+_NOTHING_YET = wire.Telemetry().model_dump(exclude={"failures"})
 
 
 class ActorSessions:
@@ -81,7 +81,7 @@ class ActorSessions:
                 actor = self._fleet.actors[name]
                 self._weight_server.serves(actor, message.fence, message.version)
                 self._weight_server.broadcasts.reported(actor, message.device)
-                actor.capacity, actor.telemetry = message.capacity, message.telemetry.model_dump()
+                actor.capacity, actor.telemetry = message.capacity, _by_name(message.telemetry)
                 actor.progressed(message.progress, now)
             case wire.Release(numbers=numbers):
                 self._admission.release(name, numbers)
@@ -142,3 +142,8 @@ class ActorSessions:
                 f"an actor called {hello.actor!r} is in the run, its last message {silent_s:.1f} s ago. "
                 "Choose another name, or end that one",
             )
+
+
+def _by_name(telemetry: wire.Telemetry) -> dict[str, float]:
+    failures = {f"failures_{kind}_total": count for kind, count in telemetry.failures.items()}
+    return telemetry.model_dump(exclude={"failures"}) | failures

@@ -63,6 +63,8 @@ class Telemetry(MessageBase):
     scoring: Amount = 0.0
     """Completions that wait for scores."""
     scores_failed_total: Amount = 0.0
+    failures: dict[Name, Amount] = Field(default_factory=dict, max_length=32)
+    """Of scores and episodes, by `FailureKind`."""
     scores_asked_again_total: Amount = 0.0
     shown_total: Amount = 0.0
     shown_not_read_total: Amount = 0.0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from async_rlhf.actors.rewards import resolve
 from async_rlhf.actors.scoring.pool import Scored
-from async_rlhf.actors.scoring.reward_queue import PREFETCH_CALL_S, Prefetch
+from async_rlhf.actors.scoring.prefetch import PREFETCH_CALL_S, Prefetch
 from async_rlhf.buffers.errors import ConfigError
 from tests.actors.scored import Bench
 

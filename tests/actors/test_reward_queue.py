@@ -9,9 +9,16 @@ from hypothesis import strategies as st
 
 from async_rlhf.actors.rewards import Answer, RewardSpec
 from async_rlhf.actors.scoring.reward_queue import RewardQueue, ScoringTask, WindowLimit
+from async_rlhf.buffers.failures import Failure, FailureKind
 
 RIGHT = (Answer(1.0),)
-BUSY = (Answer(None, "busy", retry_after_s=0.0),)
+
+
+def failing(reason: str, retry_after_s: float | None = None) -> tuple[Answer]:
+    return (Answer(None, Failure(FailureKind.RAISED, reason, retry_after_s=retry_after_s)),)
+
+
+BUSY = failing("busy", 0.0)
 
 
 def queue_of(**settings: object) -> RewardQueue:
@@ -63,7 +70,7 @@ def test_a_limit_lets_through_again_exactly_when_the_window_has_passed() -> None
 def test_what_costs_more_than_a_minute_holds_fails_with_the_numbers_and_holds_up_nobody() -> None:
     limited = queue_of(tokens_per_minute=100)
     refused = limited.offer(task(0, 101), 0.0)
-    assert refused is not None and refused.failure == "needs 101 tokens, tokens_per_minute allows 100"
+    assert refused is not None and refused.score().failure == "needs 101 tokens, tokens_per_minute allows 100"
     assert limited.offer(task(1, 100), 0.0) is None
     assert [[t.id for t in batch] for batch in limited.due(0.0)] == [[1]]
 
@@ -123,9 +130,9 @@ def test_a_judge_that_names_a_pause_gets_it_and_a_defect_is_not_tried_again() ->
     patient = queue_of(retries=5)
     patient.offer(task(0), 0.0)
     (batch,) = patient.due(0.0)
-    assert patient.ended(batch, (Answer(None, "429", retry_after_s=20.0),), 1.0) == [] and patient.next_due(1.0) == 21.0
+    assert patient.ended(batch, failing("429", 20.0), 1.0) == [] and patient.next_due(1.0) == 21.0
     (batch,) = patient.due(21.0)
-    wrong = (Answer(None, "KeyError: 'x'"),)
+    wrong = failing("KeyError: 'x'")
     assert patient.ended(batch, wrong, 22.0) == [(batch[0], wrong)]
 
 

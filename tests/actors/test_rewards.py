@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import reasoning_gym as gym
 
-from async_rlhf.actors.rewards import Answer, Signature, failed, reward
+from async_rlhf.actors.rewards import Answer, Signature, reward
 from async_rlhf.actors.rewards.builtins.gym import reasoning_gym
 from async_rlhf.actors.rewards.builtins.mathematics import math_verify
 from async_rlhf.actors.rewards.builtins.text import exact, length, overlong, regex
+from async_rlhf.buffers.failures import raised
 
 COMPLETION = {
     "completion": "4",
@@ -51,7 +52,7 @@ def test_open_keywords_get_every_field_and_column_and_a_coroutine_of_a_plain_fun
         return 1.0
 
     assert ask(takes_all) == Answer(1.0) and Signature.of(takes_all).fields is None
-    assert "async def" in (ask(lambda completion: inner()).failure or "")
+    assert "async def" in str(ask(lambda completion: inner()).failure)
 
 
 def test_trl_functions_may_be_async_say_not_applicable_and_default_what_only_trl_has() -> None:
@@ -83,9 +84,9 @@ def test_a_failure_names_its_exception_is_short_and_carries_the_traceback() -> N
         try:
             raise error
         except (ValueError, Unprintable) as caught:
-            answer = failed(caught)
-        assert answer.failure is not None and answer.failure.startswith(start) and len(answer.failure) <= 500
-        assert "test_rewards.py" in answer.traceback and len(answer.traceback) <= 20_000
+            failure = raised(caught)
+        assert failure.reason.startswith(start) and len(failure.reason) <= 500
+        assert "test_rewards.py" in failure.traceback and len(failure.traceback) <= 20_000
 
 
 # Built-ins.

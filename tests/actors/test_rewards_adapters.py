@@ -144,4 +144,4 @@ def test_what_is_returned_in_the_wrong_shape_is_a_failure(tmp_path: Path) -> Non
     for spec, reason in ((first, "without a 'score'"), (second, "for 1 completion; a list of 1 score")):
         with pytest.raises(ValueError, match=reason):
             ask(spec, TRUTH)
-    assert "returned str 'good'" in (ask(third, TRUTH).failure or "")
+    assert "returned str 'good'" in str(ask(third, TRUTH).failure)

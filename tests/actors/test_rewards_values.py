@@ -15,11 +15,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from async_rlhf.actors.rewards import Answer, TransientError, failed, resolve, reward
+from async_rlhf.actors.rewards import Answer, TransientError, resolve, reward
 from async_rlhf.actors.rewards.settings import TRANSIENT
 from async_rlhf.actors.scoring.reward_worker import Answers, RewardCall, ready, run_call
 from async_rlhf.actors.workers import messages
 from async_rlhf.buffers.errors import RecordError
+from async_rlhf.buffers.failures import raised
 from async_rlhf.buffers.score import MAX_SCORE, Score
 
 TEXTS = st.text(st.characters(exclude_categories=()), max_size=20)
@@ -131,7 +132,7 @@ def test_what_is_wrong_with_one_member_is_none_of_the_others(wrong: Any) -> None
     first, second = ask("echo_group", [wrong, 2.0], count=2)
     assert first.failure is not None and second.value == 2.0
     if not isinstance(wrong, str | Decimal) and type(wrong) is not object:
-        assert "a score must be finite and within +-1e+18" in first.failure
+        assert "a score must be finite and within +-1e+18" in first.failure.reason
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_numbers_of_numpy_and_torch_are_scores_one_by_one_and_in_lists(kind: Any
     for several in ([one, one], (one, one), np.ones((2, 1)), torch.ones(2, 1), torch.ones(2, dtype=torch.bfloat16)):
         assert [answer.value for answer in ask("echo_list", several, count=2)] == [1.0, 1.0]
     for other in (np.ones(2), "1.0", [1.0], {"score": 1}):
-        assert (ask("echo", other)[0].failure or "").startswith(f"returned {type(other).__name__} ")
+        assert ask("echo", other)[0].score().failure.startswith(f"returned {type(other).__name__} ")
 
 
 @given(TEXTS, st.sampled_from([ValueError, KeyError, SystemExit, KeyboardInterrupt, GeneratorExit, RecursionError]))
@@ -161,7 +162,7 @@ def test_numbers_of_numpy_and_torch_are_scores_one_by_one_and_in_lists(kind: Any
 def test_whatever_a_reward_raises_is_a_failure(text: str, kind: type[BaseException]) -> None:
     (answer,) = ask("echo", kind(text))
     check(answer)
-    assert answer.failure is not None and answer.failure.startswith(kind.__name__)
+    assert answer.failure is not None and answer.failure.reason.startswith(kind.__name__)
 
 
 @given(st.one_of(NESTED, st.just(math.inf)))
@@ -170,5 +171,5 @@ def test_no_error_makes_its_score_be_waited_for_without_an_end(after_s: Any) -> 
     try:
         raise error
     except TransientError as caught:
-        pause_s = failed(caught, TRANSIENT).retry_after_s
+        pause_s = raised(caught, TRANSIENT).retry_after_s
     assert pause_s is not None and 0 <= pause_s <= 600

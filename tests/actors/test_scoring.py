@@ -17,9 +17,8 @@ from async_rlhf.actors.config import ScoringConfig
 from async_rlhf.actors.rewards import Answer, resolve, spec_in_process
 from async_rlhf.actors.scoring.pool import GroupMember, ScoringPool
 from async_rlhf.actors.scoring.reward_worker import RewardCall, RewardKind, answers_of
-from async_rlhf.actors.workers.book import Failed
 from async_rlhf.actors.workers.pool import MAX_STUCK, WorkerPool
-from async_rlhf.actors.workers.sessions import Closed, StepResult
+from async_rlhf.actors.workers.sessions import Closed, Lost, StepResult, Stopped
 from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.record import Score
 from tests.actors.scored import Bench
@@ -140,7 +139,7 @@ def test_a_reward_that_is_not_of_the_source_does_not_apply_and_is_not_called(ben
     assert words == {"answered": Score(1.0), "number": Score()} and sums == {"answered": Score(), "number": Score(7.0)}
     (both,) = pool.score("8", answer="8", source="elsewhere")
     assert both == {"answered": Score(1.0), "number": Score(8.0)}
-    assert [(each.scored, each.not_applicable, each.failed) for each in pool.pool.counters.values()] == [(2, 1, 0)] * 2
+    assert [(each.scored, each.not_applicable, each.failed.total()) for each in pool.pool.counters.values()] == [(2, 1, 0)] * 2
 
 
 def test_two_thousand_completions_at_once_are_each_given_their_own_score(bench: Callable[..., Bench]) -> None:
@@ -260,16 +259,17 @@ def test_only_the_call_at_fault_fails_and_the_others_on_its_loop_begin_again(
 
 def test_what_has_succeeded_is_not_suspected_any_more(tmp_path: Path) -> None:
     (tmp_path / "judges.py").write_text(JUDGES)
-    found = queue.SimpleQueue[StepResult | Closed | Failed | None]()
+    found = queue.SimpleQueue[StepResult | Closed | Lost | Stopped]()
     kind = RewardKind(resolve(["judges.py:ends_unseen"], tmp_path), 1, None, None)
-    processes = WorkerPool(kind, 1, "processes", RewardError, lambda id, came: found.put(came))
+    processes = WorkerPool(kind, 1, "processes", RewardError, found.put)
     came = []
     for id, text in enumerate(("exit", "1", "exit", "exit")):
         processes.begin(id, "key", tuple(RewardCall("ends_unseen", ({"completion": text},), 60.0)), 60.0)
         came.append(found.get(timeout=300))
     processes.close(60.0)
-    assert (came[0], came[2]) == (None, None), "each was the first end since nothing was known against it"
-    assert isinstance(came[1], StepResult) and isinstance(came[3], Failed)
+    assert (came[0], came[2]) == (Lost(0), Lost(2)), "each was the first end since nothing was known against it"
+    assert isinstance(came[1], StepResult) and came[1].result[0].value == 1.0
+    assert isinstance(came[3], StepResult) and came[3].result.kind == "died"
 
 
 def test_while_too_many_calls_of_the_calling_process_never_end_every_other_fails_at_once_with_the_reason(
@@ -280,16 +280,16 @@ def test_while_too_many_calls_of_the_calling_process_never_end_every_other_fails
     def hangs(completion: str) -> bool:
         return completion == "quick" or release.wait(600)
 
-    found = queue.SimpleQueue[StepResult | Closed | Failed | None]()
+    found = queue.SimpleQueue[StepResult | Closed | Lost | Stopped]()
     kind = RewardKind((spec_in_process("hangs", hangs, None),), 1, None, {"hangs": hangs})
-    threads = WorkerPool(kind, 16, "threads", RewardError, lambda id, came: found.put(came))
+    threads = WorkerPool(kind, 16, "threads", RewardError, found.put)
 
     def ask(text: str, timeout_s: float) -> Answer:
         call = RewardCall("hangs", ({"completion": text},), timeout_s)
         threads.begin(0, 0, tuple(call), timeout_s)
         came = found.get(timeout=300)
-        assert came is not None
-        return answers_of(came, call)[0]
+        assert isinstance(came, StepResult)
+        return answers_of(came)[0]
 
     for _ in range(MAX_STUCK + 1):
         assert "timed out" in str(ask("x", 0.05).failure)
@@ -308,13 +308,13 @@ def test_want_of_memory_in_a_function_of_the_calling_process_is_its_own_error_an
     async def wants_async(completion: str) -> float:
         raise MemoryError("too large")
 
-    found = queue.SimpleQueue[StepResult | Closed | Failed | None]()
+    found = queue.SimpleQueue[StepResult | Closed | Lost | Stopped]()
     function, call = wants_async if is_async else wants, RewardCall("own", ({"completion": "x"},), 60.0)
     kind = RewardKind((spec_in_process("own", function, None),), 1, 512, {"own": function})
-    threads = WorkerPool(kind, 1, "threads", RewardError, lambda id, came: found.put(came))
+    threads = WorkerPool(kind, 1, "threads", RewardError, found.put)
     threads.begin(0, 0, tuple(call), 60.0)
     came = found.get(timeout=300)
-    assert came is not None and answers_of(came, call)[0].failure == "MemoryError: too large"
+    assert isinstance(came, StepResult) and "MemoryError: too large" in str(answers_of(came)[0].failure)
     threads.close(60.0)
 
 

@@ -169,7 +169,7 @@ def test_requests_of_a_scorer_that_dies_are_sent_to_the_next_and_those_before_th
         machine.start("waits")
         machine.gate.touch()
         found = actor.wait()
-        assert 3 <= actor.pool.num_resent <= 4 and actor.pool.counters["waits"].failed == 0
+        assert 3 <= actor.pool.num_resent <= 4 and actor.pool.counters["waits"].failed.total() == 0
     assert sorted(found) == list("abcd") and all(scored.scores["waits"].state == "value" for scored in found.values())
 
 
@@ -350,7 +350,7 @@ def test_the_type_or_field_that_makes_it_no_message_is_named(fields: dict[str, A
 
 
 def test_messages_arrive_as_they_were_sent() -> None:
-    answer = Answer(None, None, "", {"prefetched": 0.5}, 1.0, 2.0, None, np.array([-1.5, 0.0], np.float32))
+    answer = Answer(None, None, {"prefetched": 0.5}, 1.0, 2.0, np.array([-1.5, 0.0], np.float32))
     for message in (
         Stepped(id=3, turn=0, answers=[to_fields(answer)]),
         Show(stage="r", stream=1, member={"completion": "x", "n": 1}),

@@ -7,6 +7,7 @@ started once and takes all of its cells: what one of them breaks must be whole f
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from async_rlhf.actors.environments import EnvironmentConfig
 from async_rlhf.actors.environments.server import EnvironmentServer
 from async_rlhf.actors.rewards import resolve
 from async_rlhf.actors.scoring.server import ScoringServer
+from async_rlhf.buffers.failures import FailureKind
+from async_rlhf.buffers.score import Score
 from async_rlhf.buffers.user_files import import_file
 from async_rlhf.inspect.episodes import configuration
 from async_rlhf.run.caller import served
@@ -69,24 +72,27 @@ async def asynchronous_episodes(prompt):
     yield await act_async(text)
 """
 
-Ask = Callable[[str], tuple[float | None, str]]
-"""What became of one completion, or of one turn: its value, and why it failed."""
+Ask = Callable[[str], tuple[float | None, str, str]]
+"""What became of one completion, or of one turn: its value, why it failed, and as which kind that is counted."""
+
+
+def counting(ask: Callable[[str], Score], failed: Counter[FailureKind]) -> Ask:
+    def counted(what: str) -> tuple[float | None, str, str]:
+        before = failed.copy()
+        score = ask(what)
+        return score.value, score.failure or "", " ".join((failed - before).elements())
+
+    return counted
 
 
 def scores(bench: Completions) -> Ask:
-    def ask(what: str) -> tuple[float | None, str]:
-        score = bench.one(what)
-        return score.value, score.failure or ""
-
-    return ask
+    (counters,) = bench.pool.counters.values()
+    return counting(bench.one, counters.failed)
 
 
 def ends(bench: Episodes) -> Ask:
-    def ask(what: str) -> tuple[float | None, str]:
-        score = bench.play(what, what, what)[-1].score  # an episode whose process was lost begins again
-        return score.value, score.failure or ""
-
-    return ask
+    # An episode whose process was lost begins again.
+    return counting(lambda what: bench.play(what, what, what)[-1].score, bench.pool.counters.failed)
 
 
 SCORING: dict[str, Any] = {"timeout_s": TIMEOUT_S, "worker_memory_mb": MEMORY_MB}
@@ -185,6 +191,10 @@ ENDS: dict[str, tuple[str | None, str]] = {
     "abort": (ABORTED, ABORTED),
     "memory": (r"out of memory: limit (512|1024) MB \(.*\)",) * 2,
 }
+KINDS = dict.fromkeys(ENDS, FailureKind.RAISED)
+KINDS |= {"text": FailureKind.UNREADABLE, "declined": FailureKind.REPORTED}
+KINDS |= dict.fromkeys(("hang", "wait", "refuse", "interpreter"), FailureKind.TIMED_OUT)
+KINDS |= dict.fromkeys(("exit", "abort", "memory"), FailureKind.DIED)
 # In threads of one process it is not known whose step ends it.
 IN_THREADS = {"interpreter": TWICE + SILENT, "exit": TWICE + EXITED, "abort": TWICE + ABORTED}
 # What the calling process cannot survive, and what its threads alone cannot be stopped in.
@@ -241,6 +251,8 @@ def test_whatever_it_does_it_fails_with_the_reason_and_the_next_is_answered(
     asked: Callable[[str], Ask], mechanism: str, what: str
 ) -> None:
     ask, reason = asked(mechanism), end_of(mechanism, what)
-    value, failure = ask(what)
+    value, failure, kind = ask(what)
     assert value is None and re.fullmatch(str(reason), failure, re.DOTALL), failure
-    assert ask("well") == (1.0, "")
+    expected = FailureKind.LOST if reason == LOST_THERE else FailureKind.DIED if str(reason).startswith(TWICE) else KINDS[what]
+    assert kind == expected
+    assert ask("well") == (1.0, "", "")

@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rlhf.actors.agents.conversations import Conversations, digests
+from async_rlhf.actors.agents.request import digests
+from async_rlhf.actors.agents.turns import Conversations
 from async_rlhf.actors.environments.settings import Message
 
 Tools = list[dict[str, Any]]

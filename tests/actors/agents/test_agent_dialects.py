@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rlhf.actors.agents import chat, messages, responses
-from async_rlhf.actors.agents.conversations import digests
-from async_rlhf.actors.agents.request import ChatRequest, RequestError
+from async_rlhf.actors.agents.request import ChatRequest, RequestError, digests
 from async_rlhf.actors.agents.response import ChatResponse, Dialect, read_reply
 from async_rlhf.actors.environments.settings import Message, Reply
 from async_rlhf.actors.environments.tool_calls import TEMPLATE

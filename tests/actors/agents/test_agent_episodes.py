@@ -348,13 +348,13 @@ def test_agents_in_a_process_end_as_environments_do(bench: Callable[..., Bench])
     end = to_the_end(played, "good")
     assert end.reason == "scored" and end.score.value == 1.0 and end.score.metrics["calls"] == 1
     end = to_the_end(played, "never", act="never")
-    assert (end.kind, end.failure) == ("no turn", "it ended before the model wrote anything")
+    assert end.failure[:2] == ("no_turn", "it ended before the model wrote anything")
     end = to_the_end(played, "again", act="again")
     assert end.reason == "max_turns" and played.turns("again") == 5
     end = to_the_end(played, "raise", act="raise")
-    assert end.kind == "raised" and end.failure == "KeyError: 'mine'" and "in agent" in end.traceback
+    assert end.failure[:2] == ("raised", "KeyError: 'mine'") and "in agent" in end.failure.traceback
     played.opens("other")
-    assert to_the_end(played, "exit", act="exit").kind == "died"
+    assert to_the_end(played, "exit", act="exit").failure.kind == "died"
     played.until(lambda: isinstance(played.events["other"][-1], Read) and played.events["other"][-2] is None)
     played.pool.reply("other", reply("yes"))
     played.until(lambda: played.ended("other") is not None, writes)
@@ -363,9 +363,9 @@ def test_agents_in_a_process_end_as_environments_do(bench: Callable[..., Bench])
 
 def test_an_agent_that_hangs_or_refuses_to_end_fails_at_its_limit(bench: Callable[..., Bench]) -> None:
     played = bench("agent", timeout_s=4.0)
-    assert to_the_end(played, "hang", act="hang").failure == "timed out after 4 s (timeout_s)"
+    assert to_the_end(played, "hang", act="hang").failure.reason == "timed out after 4 s (timeout_s)"
     played = bench("awaiting", timeout_s=4.0)
-    assert to_the_end(played, "refuse", act="refuse").failure == "timed out after 4 s (timeout_s)"
+    assert to_the_end(played, "refuse", act="refuse").failure.reason == "timed out after 4 s (timeout_s)"
 
 
 @pytest.mark.rest
@@ -373,7 +373,7 @@ def test_an_agent_that_blocks_the_loop_fails_alone(bench: Callable[..., Bench]) 
     played = bench("awaiting", timeout_s=15.0)
     played.opens("other")
     end = to_the_end(played, "block", act="block")
-    assert "it blocked the event loop for more than 15 s" in end.failure, end
+    assert "it blocked the event loop for more than 15 s" in end.failure.reason, end
     assert played.events["other"][1:2] == [None] and played.pool.counters.failed == {"timed out": 1}
 
 

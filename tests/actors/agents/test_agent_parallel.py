@@ -156,7 +156,7 @@ def test_an_agent_whose_process_is_killed_with_several_open_calls_begins_again_a
     assert to_the_end(played, "killed").score.value == 3.0
     for read in until_open(played, "hangs", 2, act="hangs", n=2):
         answers(played, "hangs", read)
-    assert to_the_end(played, "hangs").failure == "timed out after 6 s (timeout_s)"
+    assert to_the_end(played, "hangs").failure.reason == "timed out after 6 s (timeout_s)"
 
 
 def test_a_server_answers_calls_at_the_same_time_one_after_the_other(tmp_path: Path) -> None:

@@ -278,7 +278,11 @@ def test_a_harness_that_is_silent_loses_its_session_and_one_that_waits_for_the_m
         assert isinstance(event(board), Read)
         clock.now += 11.0
         end = event(board)
-        assert isinstance(end, EpisodeEnd) and end.failure == "its harness sent nothing for 10 s (timeout_s)"
+        assert (
+            isinstance(end, EpisodeEnd)
+            and end.failure is not None
+            and end.failure.reason == "its harness sent nothing for 10 s (timeout_s)"
+        )
         assert harness.post("end_session", session_id=silent["session_id"])[0] == 410
         board.reply(1, Reply("late", "stop", 1, 1))
         assert text.result(60) == "late"
@@ -313,7 +317,7 @@ def test_without_a_reward_an_episode_has_no_score_and_what_is_no_reward_is_a_fai
         text.result(60)
     status, _ = harness.post("end_session", session_id=session["session_id"], **ends)
     end = event(board)
-    assert status == 200 and isinstance(end, EpisodeEnd) and end.reason == reason and (failure or "") in end.failure
+    assert status == 200 and isinstance(end, EpisodeEnd) and end.reason == reason and (failure or "") in str(end.failure)
     value = {"reward": ends.get("reward")}["reward"]
     assert end.score is not None and end.score.value == (None if reason == "failed" or value is None else float(
         sum(each for each in value.values() if each is not None) if isinstance(value, dict) else value
@@ -327,8 +331,8 @@ def test_an_episode_without_a_call_fails_and_calls_at_once_are_answered_one_afte
     session = harness.start()
     status, given = harness.post("end_session", session_id=session["session_id"], reward=1)
     end = event(board)
-    assert isinstance(end, EpisodeEnd) and end.kind == "no turn"
-    assert status == 200 and given == {"score": None, "failure": end.failure}
+    assert isinstance(end, EpisodeEnd) and end.failure is not None and end.failure.kind == "no_turn"
+    assert status == 200 and given == {"score": None, "failure": end.failure.reason}
 
     board.begin(2, {})
     session = harness.start()

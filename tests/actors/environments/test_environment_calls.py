@@ -109,12 +109,12 @@ def test_a_call_comes_as_it_was_made_and_its_reply_goes_back(bench: Callable[...
 )
 def test_what_is_no_call_is_failed_by_name(yielded: Any, reason: str) -> None:
     end = read_yield(yielded, 1, 3, calls=True)
-    assert isinstance(end, EpisodeEnd) and end.reason == "failed" and end.failure.startswith(reason), end
+    assert isinstance(end, EpisodeEnd) and end.reason == "failed" and end.score.failure.startswith(reason), end
 
 
 def test_a_call_in_place_of_an_observation_names_what_it_needs() -> None:
     end = read_yield(Call(0, ASKED), 1, 3)
-    assert isinstance(end, EpisodeEnd) and end.failure.endswith("only @environment(calls=True) yields Calls")
+    assert isinstance(end, EpisodeEnd) and end.score.failure.endswith("only @environment(calls=True) yields Calls")
 
 
 def test_more_tokens_than_can_be_counted_are_as_many_as_there_may_be() -> None:

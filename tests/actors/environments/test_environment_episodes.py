@@ -147,14 +147,14 @@ def test_the_turns_of_an_episode_are_known_until_it_ends(bench: Bench) -> None:
     ],
 )
 def test_what_is_no_observation_is_failed_by_name(came: Any, reason: str) -> None:
-    assert isinstance(came, EpisodeEnd) and came.reason == "failed" and came.failure.startswith(reason), came
+    assert isinstance(came, EpisodeEnd) and came.reason == "failed" and came.score.failure.startswith(reason), came
 
 
 def test_messages_that_an_environment_yields_are_read_as_those_of_rows_are() -> None:
     said = [{"role": "user", "content": [{"type": "text", "text": "a"}], "name": None, "tool_calls": []}]
     assert read_yield(said, 0, 2) == Read([{"role": "user", "content": "a"}])
     end = read_yield([{"role": "user", "content": [{"type": "image"}]}], 0, 2)
-    assert isinstance(end, EpisodeEnd) and "message 1, key 'content': part 1 is 'image'" in end.failure
+    assert isinstance(end, EpisodeEnd) and "message 1, key 'content': part 1 is 'image'" in str(end.failure)
 
 
 def test_failures_are_counted_by_kind_and_cleanups_that_raise_or_yield_apart(either: Bench) -> None:
@@ -201,7 +201,7 @@ def test_thousands_of_tiny_episodes_go_through_without_loss(source: Path) -> Non
 
 
 def test_columns_that_cannot_travel_fail_their_episode_alone(bench: Bench) -> None:
-    assert "<lambda>" in bench.play("4", question=lambda: "?")[-1].failure
+    assert "<lambda>" in bench.play("4", question=lambda: "?")[-1].failure.reason
     assert bench.play("4")[-1].reason == "scored"
 
 

@@ -88,7 +88,7 @@ def test_a_synchronous_step_that_hangs_is_failed_and_its_process_goes_when_the_o
     played.pool.reply("hangs", "")
     played.until(lambda: played.ended("hangs") is not None)
     assert played.failure("hangs") == "timed out after 4 s (timeout_s)"
-    assert played.pool.counters.failed == {"timed out": 1}
+    assert played.pool.counters.failed == {"timed_out": 1}
     played.opens("new")
     assert pid_of(played, "new") != old.pid == pid_of(played, "other") and not has_ended(old)
     played.pool.reply("other", "")
@@ -222,7 +222,11 @@ def test_want_of_memory_in_a_function_of_the_calling_process_is_of_no_limit() ->
     wait_for(lambda: events.extend(pool.poll()) or events, "its first words")
     pool.reply("a", "")
     wait_for(lambda: events.extend(pool.poll()) or len(events) == 2, "its end")
-    assert isinstance(events[1].result, EpisodeEnd) and events[1].result.failure == "out of memory: the system gave no more"
+    assert (
+        isinstance(events[1].result, EpisodeEnd)
+        and events[1].result.failure is not None
+        and events[1].result.failure.reason == "out of memory: the system gave no more"
+    )
     pool.close(60.0)
 
 
