@@ -361,15 +361,9 @@ def run_tests(copy: Path, tests: Sequence[str], deadline_s: float, *options: str
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", f"--basetemp={copy.parent}/made"]
     process = subprocess.Popen(
         [*command, *options, *tests],
-        cwd=copy,
-        env=environment(copy),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+        cwd=copy, env=environment(copy), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace", start_new_session=True,
+    )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=deadline_s)
     except subprocess.TimeoutExpired:

@@ -36,12 +36,9 @@ ROUTING = np.zeros((4, 3, 2), np.uint8)
 
 def group(**changed: Any) -> Group:
     fields: dict[str, Any] = {
-        "number": 0,
-        "attempt": 0,
-        "prompt_ids": np.array([1, 2], np.int32),
-        "rollouts": (rollout(), rollout()),
+        "number": 0, "attempt": 0, "prompt_ids": np.array([1, 2], np.int32), "rollouts": (rollout(), rollout()),
         "sampling": Sampling(),
-    }
+    }  # fmt: skip
     return Group(**fields | changed)
 
 

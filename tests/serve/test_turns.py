@@ -117,7 +117,7 @@ def after(entry: QueueEntry, seen: SeenRun, *, closing: bool = False) -> QueueEn
         ("pausing", BROKEN, "failed"),
     ],
 )
-def test_a_run_that_has_ended_is_started_again_only_where_it_was_interrupted(
+def test_a_run_that_has_ended_starts_again_where_it_was_interrupted(
     state: State, ended: RecordedEnd | None, then: State
 ) -> None:
     found = after(QueueEntry(1, "run", state), SeenRun(False, ended))

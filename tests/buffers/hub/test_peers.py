@@ -251,15 +251,10 @@ def test_many_long_texts_make_a_batch(make_hub: MakeHub) -> None:
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 SCHEMA = GroupSchema(
-    group_size=2,
-    vocabulary=100,
-    max_prompt_length=2,
-    max_completion_length=3,
-    rewards=frozenset({"right"}),
-    sampling=Sampling(),
-    environment=True,
+    group_size=2, vocabulary=100, max_prompt_length=2, max_completion_length=3, rewards=frozenset({"right"}),
+    sampling=Sampling(), environment=True,
     routing=Routing(layers=3, choices=2, experts=8),
-)
+)  # fmt: skip
 
 
 def rollout(token: int = 5, length: int = 3, **changed: Any) -> Rollout:
@@ -317,9 +312,7 @@ def test_a_group_that_the_learner_could_not_use_is_refused_at_the_door(make_hub:
     assert hub.status()["ledger"]["queued"] == 0
 
 
-def test_what_of_an_agents_prompt_is_not_its_groups_may_be_as_long_as_a_prompt_and_its_chains_begin_anew(
-    make_hub: MakeHub,
-) -> None:
+def test_what_of_an_agents_prompt_is_not_its_groups_may_be_as_long_as_one_and_its_chains_begin_anew(make_hub: MakeHub) -> None:
     hub = make_hub(wanted={"schema": replace(SCHEMA, calls=True)})
     hub.begin()
     one, spans = np.array([1], np.int32), (Span(None, 1), Span(0, 3))

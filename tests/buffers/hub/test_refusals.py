@@ -104,11 +104,7 @@ WRONG: dict[str, tuple[wire.Frames, str, str]] = {
     "a prompt of absurd length": (put(num_prompt_tokens=1 << 62), "lengths", "[32, 24] bytes"),
     "restarts of other members": (put(restarts=[[]]), "lengths", "'restarts' has 1 items for 2 members"),
     "a negative number": (put(number=-1), "field", "'put.group.number' = '-1'"),
-    "a sampling mask of other tokens": (
-        put(**first("num_support", -3)),
-        "field",
-        "'put.group.num_support.0' = '-3'",
-    ),
+    "a sampling mask of other tokens": (put(**first("num_support", -3)), "field", "'put.group.num_support.0' = '-3'"),
     "a number of thirty digits": (put(attempt=str(10**29)), "field", "'put.group.attempt' = '1000"),
     "a number beyond 63 bits": (
         encoded({"type": "fetch", "fence": (1 << 64) - 1, "version": 0}),
