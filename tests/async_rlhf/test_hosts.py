@@ -196,10 +196,7 @@ def test_actors_fill_the_devices_that_agents_find_and_must_fit_into_them(on_host
         ({"launch.command": ["no-such-program", "{host}"]}, r"host 'localhost': .*no-such-program"),
         ({"launch.command": [sys.executable, "-c", "exit('no route to {host}')"]}, "code 1: no route to localhost"),
         ({"launch.command": [sys.executable, "-c", "print('Welcome to {host}')"]}, "may pass on nothing.*It is b'Welcome to"),
-        (
-            {"launch.command": [sys.executable, "-c", "import sys; sys.stdin.read()"], "launch.lost_after_s": 2},
-            r"no answer within 5 s",
-        ),
+        ({"launch.command": [sys.executable, "-c", "import sys; sys.stdin.read()"], "launch.lost_after_s": 2}, "within 5 s"),
         ({"launch.command": [sys.executable, "-c", ANOTHER_VERSION]}, "async-rlhf 0.0.1 is installed there, and .* here"),
     ],
 )
@@ -392,10 +389,7 @@ def test_each_role_is_given_what_it_needs_and_only_who_reaches_the_hub_a_key(con
         ({"launch.hosts": ["no.such.host.invalid"]}, "'no.such.host.invalid' cannot be reached.*choose launch.interface"),
         ({"launch.interface": "eth99"}, "launch.interface = 'eth99': there is none"),
         ({"address": "tcp://*:5555", "security.keys": "keys"}, "hosts need one they can connect to"),
-        (
-            {"rewards.functions": ["mine=remote"], "rewards.options.mine": {"address": "ipc:///x"}},
-            "served on this machine only",
-        ),
+        ({"rewards.functions": ["mine=remote"], "rewards.options.mine": {"address": "ipc:///x"}}, "on this machine only"),
         ({"environment.function": "mine=remote:caller/environment"}, "served on this machine only"),
     ],
 )

@@ -41,9 +41,7 @@ def test_rows_of_python_are_trained_on_by_a_run_that_goes_on_without_them_until_
     config = first.run_dir / "config.toml"
     second = train(config, overrides={"max_steps": 100}, resume=True, quiet=True)
     assert [len(record["groups"]) for record in second.metrics] == [4, 4, 3] and second.finished
-    trained = {
-        record["group"]: (record["prompt"], record["columns"]) for record in records(Reading(RunDir.existing(second.run_dir)))
-    }
+    trained = {record["group"]: (record["prompt"], record["columns"]) for record in records(Reading(RunDir(second.run_dir)))}
     assert sorted(trained) == list(range(11))
     for group, (prompt, columns) in trained.items():
         row = WORDS[prompt_number(0, group, len(WORDS))]

@@ -268,7 +268,9 @@ def test_a_table_has_all_groups_of_its_step_also_those_that_come_later_and_each_
     for done, steps in enumerate(((1,), (1, 2), (25,), (25, 49), (50,))):
         with run.samples.open("a") as file:
             file.writelines(
-                json.dumps({"step": step, "group": f"{done} {at}", "prompt": f"{step}{done}", "rollouts": [{"text": "a"}] * 20})
+                json.dumps(
+                    {"step": step, "group": f"{done} {at}", "prompt": f"{step} {done}", "rollouts": [{"text": "a"}] * 20}
+                )
                 + "\n"
                 for at, step in enumerate(steps)
             )

@@ -56,9 +56,7 @@ def test_everything_in_the_sample_carries_a_number_and_is_read(run: RunDir) -> N
     weights = WeightStore(run.path / "weights").get(2)
     assert {tensor.name for tensor in weights.manifest().tensors} >= {"model.embed_tokens.weight", "lm_head.weight"}
     batches = list(read_batches(run.path / "queue"))
-    assert [[group.number for group in batch.groups] for batch in batches] == [
-        record["groups"] for record in run.read_metrics()
-    ]
+    assert [[each.number for each in batch.groups] for batch in batches] == [record["groups"] for record in run.read_metrics()]
     assert sum(rollout.num_tokens for batch in batches for group in batch.groups for rollout in group.rollouts) == sum(
         record["num_tokens"] for record in run.read_metrics()
     )

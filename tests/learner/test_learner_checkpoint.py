@@ -49,16 +49,9 @@ def content(checkpoints: Checkpoints) -> tuple[int, str]:
 
 
 CHANGES = (
-    (Path, "mkdir"),
-    (Path, "write_text"),
-    (Path, "rename"),
-    (Path, "replace"),
-    (Path, "symlink_to"),
-    (Path, "unlink"),
-    (os, "fsync"),
-    (os, "unlink"),
-    (os, "rmdir"),
-)
+    (Path, "mkdir"), (Path, "write_text"), (Path, "rename"), (Path, "replace"), (Path, "symlink_to"), (Path, "unlink"),
+    (os, "fsync"), (os, "unlink"), (os, "rmdir"),
+)  # fmt: skip
 
 
 @pytest.fixture

@@ -199,11 +199,7 @@ def test_check_holds_it_to_the_rules_of_shipped_ones(mine: str) -> None:
 
     checked({"kind": "plain"})
     for loss, advantage, says in (
-        (
-            {"kind": "of_sequences", "token_mask": (0.5, 2.0)},
-            "centred",
-            "token_mask masks single tokens, a term of .*of_sequences",
-        ),
+        ({"kind": "of_sequences", "token_mask": (0.5, 2.0)}, "centred", "token_mask masks single .*of_sequences"),
         ({"kind": "plain"}, "scalar", "needs a critic's values"),
         ({"kind": "plain", "is_cap": None}, "centred", "without an importance weight"),
         ({"kind": "plain"}, "discounted", r"'gamma' has the name of advantage.gamma, .*leave its default out"),

@@ -55,9 +55,7 @@ def test_a_hub_that_restarts_again_and_again_is_followed(live: Live, undisturbed
 
 
 @pytest.mark.parametrize("fault", [f for f in FORGETS if f != ("take", STEPS)], ids=lambda fault: f"{fault[0]} {fault[1]}")
-def test_a_dead_learner_is_succeeded_without_a_trace(
-    live: Live, undisturbed: dict[str, bytes], fault: tuple[str, int]
-) -> None:
+def test_a_dead_learner_is_succeeded_without_a_trace(live: Live, undisturbed: dict[str, bytes], fault: tuple[str, int]) -> None:
     with pytest.raises(Killed):
         live(faults={fault: "kill"}).trainer.run()
     second = live()

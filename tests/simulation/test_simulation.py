@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections import Counter
 from functools import cache
 
 import pytest
 
-from tests.conftest import REPOSITORY
+from tests.conftest import python
 from tests.simulation import schedule
 from tests.simulation.mutations import MUTATIONS
 
@@ -61,12 +59,9 @@ def test_a_failing_schedule_shrinks_to_a_story_that_still_fails() -> None:
 
 def test_a_seed_gives_the_same_trace_in_every_process() -> None:
     printed = {
-        subprocess.run(
-            [sys.executable, "-m", "tests.simulation", "--seeds", "0:5"],
-            cwd=REPOSITORY, env={**os.environ, "PYTHONHASHSEED": salt}, capture_output=True, text=True, timeout=300, check=True,
-        ).stdout
+        python("-m", "tests.simulation", "--seeds", "0:5", env={**os.environ, "PYTHONHASHSEED": salt}, check=True).stdout
         for salt in ("1", "2")
-    }  # fmt: skip
+    }
     assert len(printed) == 1 and "no rule broken" in printed.pop()
 
 

@@ -119,9 +119,7 @@ def test_a_restarted_hub_loses_nothing_and_trains_nothing_twice(begun: Callable[
 
 def test_an_actor_that_was_cut_off_is_given_again_what_was_lost_on_the_way(begun: Callable[..., Begun]) -> None:
     """A frame over twice the limit cuts the connection: credits may be lost with it, and the actor says hello again."""
-    _, anna, learner = begun(
-        Bound(groups_per_batch=2, max_staleness=0, num_groups=6), max_frame_bytes=CHUNK_BYTES, lease_s=1000.0
-    )
+    _, anna, learner = begun(Bound(2, 0, 6), max_frame_bytes=CHUNK_BYTES, lease_s=1000.0)
     for step in range(3):
         until(lambda: len(anna.begun) == 2, anna)
         if step == 1:
