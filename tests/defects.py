@@ -176,7 +176,7 @@ DEFECTS = (
     Defect("time-out-is-a-zero", "a score that takes too long has failed and is no number", "actors/scoring/reward_worker.py",
            "return (Answer(None, came.reason, began=now",
            "return (Answer(0.0, began=now",
-           ("actors/test_served_rewards.py::test_with_keys_only_those_on_the_list_are_answered", "actors/test_users_code.py")),
+           ("actors/test_served_rewards.py", "actors/test_users_code.py")),
     Defect("turns-with-one-seed", "each turn of an episode has random numbers of its own", "actors/loop/episodes.py",
            "seed=turn_seed(first.seed, turn.number),",
            "seed=first.seed,",
