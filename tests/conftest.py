@@ -9,6 +9,7 @@ import gc
 import json
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,10 +36,12 @@ from async_rlhf.launch.processor import processor
 from async_rlhf.launch.program import role_of
 from async_rlhf.run.config import Config
 from async_rlhf.run.loading import load
+from async_rlhf.run.run_dir import RunDir
 from tests.workers import Scheduling, place
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 QUICK = REPOSITORY / "configs" / "quick.toml"
+SPELLER = QUICK.parent / "models" / "tiny-speller"
 
 # The same examples in every run, so that a red test is about the change; HYPOTHESIS=explore looks for new ones.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -47,18 +50,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS", "repeatable"))
 
 # A run that exercises everything in seconds: 4 groups of 4 a step.
 SMALL: dict[str, Any] = {
-    "max_steps": 4,
-    "data.size": 64,
-    "data.held_out": 8,
-    "generation.group_size": 4,
-    "engine.slots": 16,
-    "learner.batch_size": 16,
-    "checkpoint.save_every": 2,
-    "evaluation.at_start": False,
-    "evaluation.at_end": False,
-    "stall_timeout_s": 240.0,
-    "queue.lease_s": 5.0,
-}
+    "max_steps": 4, "data.size": 64, "data.held_out": 8, "generation.group_size": 4, "engine.slots": 16,
+    "learner.batch_size": 16, "checkpoint.save_every": 2, "evaluation.at_start": False, "evaluation.at_end": False,
+    "stall_timeout_s": 240.0, "queue.lease_s": 5.0,
+}  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -148,6 +143,31 @@ def toml(value: Any) -> str:
     return repr(value) if isinstance(value, float) else json.dumps(value)  # JSON has other words for nan and inf
 
 
+_HOLD = """
+import subprocess, sys
+from pathlib import Path
+from async_rlhf.launch.run_lock import RunLock
+lock = RunLock.take(Path(sys.argv[1]))
+print("held", flush=True)
+"""
+Hold = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def hold() -> Iterator[Hold]:
+    """`hold(path, then)`: another process that has taken the lock and written its name there, runs `then`, and waits."""
+    with ExitStack() as started:
+
+        def start(path: Path, then: str = "") -> subprocess.Popen[str]:
+            command = [sys.executable, "-c", f"{_HOLD}{then}\nsys.stdin.read()", str(path)]
+            process = started.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            started.callback(process.kill)
+            assert process.stdout is not None and process.stdout.readline() == "held\n"
+            return process
+
+        yield start
+
+
 # Reads numbers of processes, those that have ended below 0; at the end of its input it kills the others.
 _REAPER = """
 import os, sys
@@ -220,6 +240,12 @@ class Command:
         output, _ = self.process.communicate(timeout=900)
         return self.process.returncode, output
 
+    def ends_with(self, code: int, *said: str) -> str:
+        """It ends by itself with this code, and has said this; everything it printed."""
+        found, output = self.finish()
+        assert found == code and all(each in output for each in said), output
+        return output
+
     def close(self) -> None:
         """End it if it still runs."""
         if self.process.poll() is None:
@@ -248,6 +274,52 @@ class Command:
             with suppress(psutil.NoSuchProcess):
                 found += [child] if role_of(child.cmdline()) == role else []
         return found
+
+
+Start = Callable[..., Command]
+
+
+class Training(Command):
+    """The small run, by `async-rlhf train`."""
+
+    run: RunDir
+
+    def reach(self, step: int) -> None:
+        wait_for(lambda: steps(self.run.path) >= step, f"step {step}")
+
+    def go_on(self) -> None:
+        """Two steps more: the first may have been made already."""
+        self.reach(steps(self.run.path) + 2)
+
+    def drain(self, *said: str) -> str:
+        """By SIGTERM; everything it printed."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.ends_with(0, *said)
+
+
+def steps(run: Path) -> int:
+    """Steps recorded so far."""
+    return len(RunDir(run).read_metrics())
+
+
+def trained_groups(run: Path) -> list[int]:
+    return [number for record in RunDir(run).read_metrics() for number in record["groups"]]
+
+
+def assert_whole(run: Path, num_steps: int) -> None:
+    """Every step once and in order, every group once, the bound kept, the ledger closed."""
+    metrics, num_groups = RunDir(run).read_metrics(), 4 * num_steps  # four in each batch
+    assert [record["step"] for record in metrics] == list(range(1, num_steps + 1))
+    assert sorted(trained_groups(run)) == list(range(num_groups))
+    assert all(record["staleness/violations"] == 0 for record in metrics)
+    ledger = RunDir(run).read_ledger()["ledger"]
+    assert ledger["closes"] and ledger["trained"] == ledger["committed"] == num_groups
+
+
+def assert_no_orphans(family: list[psutil.Process]) -> None:
+    """They end by themselves when their supervisor is gone."""
+    _, alive = psutil.wait_procs(family, timeout=300)
+    assert not alive, f"orphans: {alive}"
 
 
 class Clock:
@@ -314,12 +386,12 @@ def gone(pid: int) -> bool:
 
 
 @pytest.fixture
-def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+def command(tmp_path: Path) -> Iterator[Start]:
     """`command("train", "run.toml")` starts the real program; whatever is left of it is ended with the test."""
     started: list[Command] = []
 
-    def start(*arguments: str, program: bool = False) -> Command:
-        started.append(Command(list(arguments), tmp_path, program=program))
+    def start(*arguments: str, program: bool = False, kind: type[Command] = Command) -> Command:
+        started.append(kind(list(arguments), tmp_path, program=program))
         return started[-1]
 
     yield start
@@ -334,16 +406,58 @@ def small_arguments(tmp_path: Path) -> Callable[..., list[str]]:
     return partial(train_arguments, tmp_path / "runs")
 
 
-def invoke(*words: object) -> tuple[int, str]:
-    """Exit code and output of a command, in this process."""
+Train = Callable[..., Training]
+
+
+@pytest.fixture
+def training(command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path) -> Train:
+    """`training("--resume", **{"queue.max_staleness": 0})` starts the same small run by `train`, with words and overrides."""
+
+    def start(*words: str, **overrides: Any) -> Training:
+        started: Training = command(*small_arguments(**overrides), *words, kind=Training)
+        started.run = RunDir(tmp_path / "runs" / overrides.get("name", "quick"))
+        return started
+
+    return start
+
+
+def _ran(*words: object, **given: Any) -> Any:
     from async_rlhf.cli.commands import app
 
-    result = CliRunner().invoke(app, [str(word) for word in words])
+    return CliRunner().invoke(app, [str(word) for word in words], **given)
+
+
+def invoke(*words: object, **given: Any) -> tuple[int, str]:
+    """Exit code and output of a command, in this process. given: its `input`, and other options of typer's runner."""
+    result = _ran(*words, **given)
     return result.exit_code, result.output
+
+
+def stdout_of(*words: object, **given: Any) -> str:
+    """What a command that ends well writes there, in this process."""
+    result = _ran(*words, **given)
+    assert result.exit_code == 0, result.output
+    return str(result.stdout)
+
+
+def output_of(code: int, *words: object, **given: Any) -> str:
+    """What a command that ends with this code prints, in this process."""
+    found, output = invoke(*words, **given)
+    assert found == code, output
+    return output
+
+
+def python(*words: object, cwd: Path = REPOSITORY, **options: Any) -> subprocess.CompletedProcess[str]:
+    """An interpreter of its own with these arguments, that has ended; what it wrote is text."""
+    command, captured = [sys.executable, *map(str, words)], {"capture_output": True, "text": True, "timeout": 300}
+    return subprocess.run(command, cwd=cwd, stdin=subprocess.DEVNULL, **captured | options)
+
+
+def sets(settings: dict[str, Any]) -> list[str]:
+    """As words of a command."""
+    return [word for key, value in settings.items() for word in ("--set", f"{key}={toml(value)}")]
 
 
 def train_arguments(folder: Path, /, **overrides: Any) -> list[str]:
     """Arguments of `train` for the small run, whose directory comes into this folder."""
-    values = {**SMALL, "output_dir": str(folder), **overrides}
-    sets = [f"{key}={toml(value)}" for key, value in values.items()]
-    return ["train", str(QUICK), *(word for each in sets for word in ("--set", each))]
+    return ["train", str(QUICK), *sets({**SMALL, "output_dir": str(folder), **overrides})]

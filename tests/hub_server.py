@@ -6,10 +6,11 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from types import MappingProxyType
 from typing import Any
 
 TOKEN = "hf_" + "a1B2" * 8
@@ -41,12 +42,39 @@ class Hub:
         return self.commit_id(repository, len(commits))
 
 
+class Answering(BaseHTTPRequestHandler):
+    """Of a server of a test: it writes no log."""
+
+    def log_message(self, *_: Any) -> None: ...
+
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers["Content-Length"] or 0))
+
+    def answer(self, status: int, body: bytes = b"", headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+@contextmanager
+def serving(handler: type[Answering]) -> Iterator[str]:
+    """The address of a server of this machine that answers so."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join(timeout=10)
+
+
 @contextmanager
 def hub() -> Iterator[Hub]:
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
+    class Handler(Answering):
         def do_HEAD(self) -> None:
             self.do_GET()
 
@@ -59,20 +87,20 @@ def hub() -> Iterator[Hub]:
             known = {made.commit_id(found[1], n): files for n, files in enumerate(commits, 1)} if found else {}
             known |= {"main": commits[-1]} if commits else {}
             if found is None or found[3] not in known.get(found[2], {}):
-                return self._answer(404, b"", {"X-Error-Code": "EntryNotFound" if known else "RepoNotFound"})
+                return self.answer(404, b"", {"X-Error-Code": "EntryNotFound" if known else "RepoNotFound"})
             content = known[found[2]][found[3]]
             commit = found[2] if found[2] != "main" else made.commit_id(found[1], len(commits))
-            self._answer(200, content, {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'})
+            self.answer(200, content, {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'})
 
         def do_PUT(self) -> None:
-            made.uploaded[self.path.rpartition("/")[2]] = self._body()
-            self._answer(200, b"", {"ETag": '"x"'})
+            made.uploaded[self.path.rpartition("/")[2]] = self.body()
+            self.answer(200, b"", {"ETag": '"x"'})
 
         def do_POST(self) -> None:
             made.requests.append(f"{self.command} {self.path}")
-            body = self._body()
+            body = self.body()
             if self.headers["Authorization"] != f"Bearer {TOKEN}":
-                return self._answer(401, b"", {"X-Error-Message": "Invalid username or password."})
+                return self.answer(401, b"", {"X-Error-Message": "Invalid username or password."})
             if self.path == "/api/repos/create":
                 given = json.loads(body)
                 name = f"{given['organization']}/{given['name']}" if given.get("organization") else given["name"]
@@ -109,33 +137,15 @@ def hub() -> Iterator[Hub]:
 
         def _info(self, name: str) -> None:
             if name not in made.commits:
-                return self._answer(404, b"", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
+                return self.answer(404, b"", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
             files = [
                 {"rfilename": file} for file in (".gitattributes", *(made.commits[name][-1] if made.commits[name] else {}))
             ]
             self._json({"id": name, "private": made.private.get(name, False), "siblings": files, "tags": []})
 
-        def _body(self) -> bytes:
-            return self.rfile.read(int(self.headers["Content-Length"] or 0))
-
         def _json(self, value: object) -> None:
-            self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+            self.answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-        def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-            self.send_response(status)
-            for name, value in {**headers, "Content-Length": str(len(body))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    made = Hub(f"http://127.0.0.1:{server.server_port}")
-    thread = Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
+    with serving(Handler) as address:
+        made = Hub(address)
         yield made
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(timeout=10)

@@ -11,7 +11,6 @@ import pytest
 import transformers
 from pydantic import TypeAdapter
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from async_rlhf.buffers.config import Section
 from async_rlhf.cli.app import PANELS
@@ -19,8 +18,8 @@ from async_rlhf.cli.commands import app
 from async_rlhf.learner.config import AdvantageConfig, LossConfig, own_parameters
 from async_rlhf.learner.registry import shipped
 from async_rlhf.run.config import Config
+from tests.conftest import REPOSITORY, output_of
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(
     path for path in [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("experiments/*/README.md")]
 )
@@ -90,7 +89,7 @@ def test_every_command_stands_in_one_panel_and_a_newcomers_in_the_first() -> Non
 
 
 def test_help_says_of_each_command_in_a_whole_line_what_it_does() -> None:
-    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).output
+    shown = output_of(0, "--help", env={"COLUMNS": "80"})
     lines = dict(re.findall(r"^  ([a-z-]+) {2,}(\S.*)$", shown, re.M))
     assert set(get_command(app).commands) <= set(lines)  # type: ignore[attr-defined]
     assert all(len(line) < 70 and not line.endswith("...") for line in lines.values())

@@ -67,7 +67,7 @@ def assert_passing(tests: tuple[str, ...], words: list[str], told: dict[str, str
 @pytest.mark.parametrize(
     ("words", "told"), (here := pretended(*described(), mkl=torch.backends.mkl.is_available())).values(), ids=here
 )
-def test_numbers_are_right_on_a_processor_that_this_one_can_pretend_to_be(
+def test_numbers_are_right_on_a_processor_that_is_pretended_here(
     words: list[str], told: dict[str, str], tmp_path: Path
 ) -> None:
     assert_passing(ENGINE + LEARNER, words, told, tmp_path)

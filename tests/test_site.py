@@ -19,9 +19,8 @@ from typer.main import get_command
 
 from async_rlhf.cli.commands import app
 from async_rlhf.serve.queue_dir import QueueDir
-from tests.conftest import SMALL
+from tests.conftest import REPOSITORY, SMALL, python
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 MAKEFILE = (REPOSITORY / "Makefile").read_text()
 NOTEBOOK = REPOSITORY / "docs" / "staleness.ipynb"
@@ -34,13 +33,7 @@ def read(name: str) -> Any:
 
 @pytest.mark.rest
 def test_the_site_is_built_without_a_warning_and_its_pages_load_nothing_from_elsewhere(tmp_path: Path) -> None:
-    built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    built = python("-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path)
     assert built.returncode == 0 and "contains a link" not in built.stderr, built.stderr
     pages = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.html")}
     assert {"index.html", "docs/api/index.html", "experiments/staleness/index.html"} <= set(pages)

@@ -12,14 +12,10 @@ from xdist.scheduler import LoadScopeScheduling
 
 _VLLM = re.compile(r"/test_vllm_|[\[-]vllm[\]-]")
 _TOGETHER = (
-    "tests/async_rlhf/test_going_back.py",
-    "tests/async_rlhf/test_ray.py",
-    "tests/experiments/test_counterfactual.py",
-    "tests/experiments/test_sweep_on_ray.py",
-    "tests/learner/test_ranks.py",
-    "tests/planning/test_plan_search.py",
+    "tests/async_rlhf/test_going_back.py", "tests/async_rlhf/test_ray.py", "tests/experiments/test_counterfactual.py",
+    "tests/experiments/test_sweep_on_ray.py", "tests/learner/test_ranks.py", "tests/planning/test_plan_search.py",
     "tests/simulation/test_simulation.py::test_the_schedules",
-)
+)  # fmt: skip
 _LONG = ("tests/async_rlhf/", "tests/experiments/", "tests/learner/test_ranks.py", "tests/simulation/", "tests/fuzz/")
 
 

@@ -14,7 +14,7 @@ from async_rlhf.run.config import Config
 from async_rlhf.run.loading import load, override
 from async_rlhf.run.processes.agreement import schema, shared
 from async_rlhf.run.run_data import RunData
-from tests.conftest import REPOSITORY
+from tests.conftest import SPELLER
 
 CONFIG = """
 model = "model"
@@ -36,7 +36,7 @@ NEAR = "ONE = 1.0\n"
 
 def machine(folder: Path) -> Path:
     """A folder with everything an actor needs."""
-    shutil.copytree(REPOSITORY / "configs/models/tiny-speller", folder / "model")
+    shutil.copytree(SPELLER, folder / "model")
     (folder / "data.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     (folder / "judge.py").write_text(REWARD)
     (folder / "near.py").write_text(NEAR)

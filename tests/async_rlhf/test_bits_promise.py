@@ -30,9 +30,7 @@ OTHER = "computes other bits than the actors before it"
         (RecordedBits("1"), [("b", "", "its model"), ("a", "1", "")], "b: its model"),
     ],
 )
-def test_a_promise_holds_as_long_as_all_actors_have_the_bits_of_the_first(
-    known: RecordedBits, actors: Any, expected: Any
-) -> None:
+def test_a_promise_holds_while_all_actors_have_the_bits_of_the_first(known: RecordedBits, actors: Any, expected: Any) -> None:
     found = judged(known, actors)
     assert found == expected if isinstance(expected, RecordedBits) else found.obstacle.startswith(expected) and not found.digest
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +15,24 @@ from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.live import check_resumed
 from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_data import RunData
-from async_rlhf.run.run_dir import RunDir
-from tests.conftest import wait_for
+from tests.conftest import Train
 
 NUM_STEPS = 40
 CHOSEN = {"data.curriculum.reward": "reasoning_gym", "data.curriculum.new_share": 0.2}
 
 
 @pytest.mark.rest
-def test_every_group_has_the_prompt_that_the_order_says_whatever_becomes_of_the_hub(
-    command: Callable[..., Any], small_arguments: Callable[..., list[str]], small: Any, tmp_path: Path
-) -> None:
-    run = tmp_path / "runs" / "quick"
+def test_every_group_has_the_prompt_that_the_order_says_whatever_becomes_of_the_hub(training: Train, small: Any) -> None:
     settings = {**CHOSEN, "data.size": 12, "max_steps": NUM_STEPS, "queue.keep_rollouts": True, "queue.max_staleness": 2}
     settings["learner.learning_rate"] = 1e-6  # no prompt is solved for good, which would end the run
-    started = command(*small_arguments(**settings))
-    wait_for(lambda: (run / "metrics.jsonl").exists() and len(RunDir(run).read_metrics()) >= 2, "the second step")
+    started = training(**settings)
+    started.reach(2)
     started.end("hub")
-    code, output = started.finish()
-    assert code == 0 and "starting it again" in output, output
+    started.ends_with(0, "starting it again")
 
-    finished = RunDir(run)
+    finished = started.run
     config = finished.config()
-    data = RunData(run, config.data)
+    data = RunData(finished.path, config.data)
     order = data.open_order()
     assert order is not None and order.num_steps == NUM_STEPS
     rows = data.epoch()
@@ -70,7 +64,7 @@ def test_every_group_has_the_prompt_that_the_order_says_whatever_becomes_of_the_
         ({"data.curriculum.passes_at": float("inf")}, "data.curriculum.passes_at"),
     ],
 )
-def test_a_curriculum_that_cannot_be_is_refused_before_the_run(
+def test_a_curriculum_that_cannot_be_is_refused_in_time(
     small: Any, tmp_path: Path, settings: dict[str, Any], says: str
 ) -> None:
     if "data.source" in settings:

@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from async_rlhf.actors.rewards import BUILTINS
-from async_rlhf.cli.commands import app
 from async_rlhf.inspect.episodes import EpisodePart, EpisodeTrial, lines, with_specials
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.loading import load
 from tests.actors.environments.test_environment_rendering import CHATML, tokenizer
-from tests.conftest import QUICK, REPOSITORY
+from tests.conftest import QUICK, REPOSITORY, output_of, stdout_of
 from tests.documents import Page
 
 REWARDS, ENVIRONMENTS = Page("rewards.md"), Page("environments.md")
@@ -58,8 +56,7 @@ def shell(line: str, folder: Path) -> str:
 
 @pytest.mark.parametrize("line", [each for each in REWARDS.commands() if " try reward " in each])
 def test_a_command_about_rewards_scores_everything(rewards: Path, line: str) -> None:
-    result = CliRunner().invoke(app, shlex.split(line)[1:])
-    assert result.exit_code == 0 and " 0 failed" in result.output, result.output
+    assert " 0 failed" in output_of(0, *shlex.split(line)[1:])
 
 
 @pytest.mark.parametrize("line", [FIRST, *(pytest.param(line, marks=pytest.mark.rest) for line in OTHERS)])
@@ -75,10 +72,7 @@ def test_a_program_runs(rewards: Path, code: str) -> None:
 
 @pytest.mark.parametrize(
     ("page", "own", "text"),
-    [
-        *(("rewards", {}, each) for each in REWARDS.of("toml")),
-        *(("folder", PLAYED, each) for each in ENVIRONMENTS.of("toml")),
-    ],
+    [*(("rewards", {}, each) for each in REWARDS.of("toml")), *(("folder", PLAYED, each) for each in ENVIRONMENTS.of("toml"))],
 )
 def test_a_configuration_passes_the_check_before_a_run(
     request: pytest.FixtureRequest, page: str, own: dict[str, Any], text: str
@@ -123,9 +117,7 @@ def test_an_environment_is_played_turn_by_turn(
 ) -> None:
     (folder / "one.jsonl").write_text(json.dumps({"prompt": "Begin.", **row}))
     arguments = ["try", "environment", target, "--data", "one.jsonl", "--json"]
-    result = CliRunner().invoke(app, arguments, input="\n".join(turns))
-    assert result.exit_code == 0, result.output
-    trial = json.loads(result.stdout)
+    trial = json.loads(stdout_of(*arguments, input="\n".join(turns)))
     shown = [str(part["content"]) for part in trial["parts"]][::2]
     assert all(text in shown[number] for number, text in read.items()), shown
     assert (trial["score"] and trial["score"]["value"]) == pytest.approx(score)
@@ -133,9 +125,7 @@ def test_an_environment_is_played_turn_by_turn(
 
 def test_what_a_model_reads_and_writes_is_shown_with_its_special_tokens(folder: Path) -> None:
     arguments = ["try", "environment", "double.py:double", "--data", "data.jsonl", "--model", "tiny-speller", "--json"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    trials = sorted(map(json.loads, result.stdout.splitlines()), key=lambda trial: trial["row"])
+    trials = sorted(map(json.loads, stdout_of(*arguments).splitlines()), key=lambda trial: trial["row"])
     (first, *others) = [part for trial in trials for part in trial["parts"]]
     for part in (first, *others):
         assert part["content"] == "".join(text for text, is_special in part["pieces"] if not is_special)
@@ -153,9 +143,8 @@ def test_special_tokens_stand_apart_from_text_that_looks_like_them() -> None:
 
 def test_what_is_left_and_what_fails_is_said(folder: Path) -> None:
     (folder / "bad.py").write_text("def bad(prompt):\n    yield prompt\n    raise KeyError('hm')\n")
-    result = CliRunner().invoke(app, ["try", "environment", "bad.py:bad", "--data", "data.jsonl"], input="one\n")
-    assert result.exit_code == 6
-    assert "failed: KeyError: 'hm'" in result.output and "ended (left) without a score" in result.output
+    output = output_of(6, "try", "environment", "bad.py:bad", "--data", "data.jsonl", input="one\n")
+    assert "failed: KeyError: 'hm'" in output and "ended (left) without a score" in output
 
 
 def test_a_served_environment_is_played_by_another_process_and_ends_with_a_signal(folder: Path) -> None:

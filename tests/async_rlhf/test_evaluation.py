@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.loop.evaluation import Judging, pass_at, summary_of_samples
@@ -18,7 +17,6 @@ from async_rlhf.api import train
 from async_rlhf.buffers.composition import Composition
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.cli.commands import app
 from async_rlhf.preparation import with_reward_settings
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.display.console import held_out
@@ -29,7 +27,7 @@ from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import figures
 from async_rlhf.run.supervision.evaluator import Due, plan
 from async_rlhf.run.watching import EvaluationConfig
-from tests.conftest import invoke
+from tests.conftest import output_of, stdout_of
 
 EVERY_10 = EvaluationConfig(every=10)
 
@@ -126,9 +124,7 @@ def test_a_reward_that_receives_whole_groups_judges_groups_as_in_training(judged
     assert found["sampled"]["mean_reward"] == 1.875 and list(found["sampled"]["pass_at"]) == ["1", "2", "4", "8"]
 
 
-def test_check_says_which_rewards_receive_groups_and_refuses_what_no_reward_can_say(
-    small: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_check_says_which_rewards_receive_groups_and_refuses_what_no_reward_can_say(small: Any, tmp_path: Path) -> None:
     (file := tmp_path / "judges.py").write_text(JUDGES)
 
     def checked(*names: str, **values: Any) -> list[str]:
@@ -228,9 +224,7 @@ def test_a_run_that_gets_no_better_has_finished_and_goes_on_with_more_patience(s
     assert len(train(more, resume=True, quiet=True).metrics) == made + 1
 
 
-def test_a_run_that_goes_back_forgets_the_evaluations_after_that_step_and_is_another_one_for_trackers(
-    small: Callable[..., Any],
-) -> None:
+def test_a_run_that_goes_back_forgets_the_evaluations_after_that_step_and_is_another_one_for_trackers(small: Any) -> None:
     run = RunDir.create(small())
     for each in (START, line("step", 10), line("step", 20)):
         record_evaluation(run, each)
@@ -276,10 +270,7 @@ def test_prompts_that_cannot_be_evaluated_are_refused_before_the_run(small: Call
 def test_a_model_is_evaluated_without_a_run(small: Callable[..., Any], tmp_path: Path) -> None:
     config = small(**{"data.held_out": 6})
     (tmp_path / "alone.toml").write_text(dump(config))
-    result = CliRunner().invoke(app, ["evaluate", config.model, str(tmp_path / "alone.toml"), "--json"])
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    found = json.loads(stdout_of("evaluate", config.model, tmp_path / "alone.toml", "--json"))
     assert (found["label"], found["num_prompts"], found["model"]) == ("alone", 6, config.model) and "step" not in found
     assert not (tmp_path / "runs").exists()
-    code, output = invoke("evaluate", tmp_path / "none", tmp_path / "alone.toml")
-    assert code == 3 and "is no directory" in output
+    assert "is no directory" in output_of(3, "evaluate", tmp_path / "none", tmp_path / "alone.toml")

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,7 @@ import pytest
 from nbclient import NotebookClient
 
 from async_rlhf.experiments.doctor import families
-from tests.async_rlhf.test_faults import steps
-from tests.conftest import REPOSITORY, SMALL, toml, wait_for
+from tests.conftest import REPOSITORY, SMALL, SPELLER, Start, sets, steps, wait_for
 from tests.documents import blocks, lines
 from tests.hub_server import hub
 
@@ -37,7 +35,6 @@ SOURCES = (
 )  # fmt: skip
 NAMES = ("actors/__init__.py", "learner/__init__.py", "experiments/__init__.py", "buffers.py")
 OF_PYTHON = ("queue.py", "types.py")
-SPELLER = REPOSITORY / "configs" / "models" / "tiny-speller"
 # The only places in which a command of the test is not the README's. A first run is stopped, and a resumed one ends.
 SIZES: dict[str, Any] = {key: value for key, value in SMALL.items() if key != "max_steps"}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}: {% endfor %}"
@@ -128,11 +125,8 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
         command,
         cwd=cwd,
         env={**os.environ, "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1500,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -190,10 +184,6 @@ def test_sdist_and_wheel_have_the_package_its_configurations_and_nothing_else(bu
 def block(heading: str, place: int = 0) -> str:
     """That block of code of the README's section that begins with this line."""
     return blocks(README, heading)[place]
-
-
-def sets(settings: dict[str, Any]) -> list[str]:
-    return [word for key, value in settings.items() for word in ("--set", f"{key}={toml(value)}")]
 
 
 @pytest.mark.rest
@@ -304,36 +294,32 @@ def speller(folder: Path) -> None:
     (copied / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
 
-def test_the_configuration_for_a_gpu_is_one_that_check_accepts(folder: Path, command: Callable[..., Any]) -> None:
+def test_the_configuration_for_a_gpu_is_one_that_check_accepts(folder: Path, command: Start) -> None:
     speller(folder)
     (folder / "config.toml").write_text(block("## Your model on your GPU box", 1))
     check = next(line for line in lines(block("## Your model on your GPU box", 2)) if " check " in line)
-    code, output = command(*shlex.split(check)[1:], *sets(GPU_SIZES), "--set", GPU).finish()
-    assert code == 0 and "config.toml: good." in output, output
-    assert all(f"{process}  " in output for process in ("learner", "actor-0")) and "of 24.0 GiB" in output, output
+    checked = command(*shlex.split(check)[1:], *sets(GPU_SIZES), "--set", GPU)
+    checked.ends_with(0, "config.toml: good.", "learner  ", "actor-0  ", "of 24.0 GiB")
 
 
 @pytest.mark.rest
-def test_the_environment_plays(folder: Path, command: Callable[..., Any]) -> None:
+def test_the_environment_plays(folder: Path, command: Start) -> None:
     playing = ["try", "environment", "game.py:second_try", "--data", "problems.jsonl", "--model", "tiny-speller"]
-    code, output = command(*playing, *sets(EPISODE)).finish()
-    assert code == 0 and "reads   No. Try again: " in output and "turns: mean 2.0" in output, output
+    command(*playing, *sets(EPISODE)).ends_with(0, "reads   No. Try again: ", "turns: mean 2.0")
 
 
 @pytest.mark.rest
-def test_the_program_runs_also_without_its_guard(folder: Path, command: Callable[..., Any]) -> None:
+def test_the_program_runs_also_without_its_guard(folder: Path, command: Start) -> None:
     program = block("## Your reward")
     guard, size = 'if __name__ == "__main__":', '{"max_steps": 150,'
     assert guard in program and size in program
     small = "{" + ", ".join(f"{key!r}: {value!r}" for key, value in {**SIZES, "max_steps": 2}.items()) + ","
     (folder / "program.py").write_text(program.replace(guard, "if True:").replace(size, small))
-    ran = command(str(folder / "program.py"), program=True)
-    code, output = ran.finish()
-    assert code == 0 and "step     2/2" in output, output
+    command(str(folder / "program.py"), program=True).ends_with(0, "step     2/2")
 
 
 @pytest.mark.rest
-def test_the_program_for_those_who_come_from_trl_trains(folder: Path, command: Callable[..., Any]) -> None:
+def test_the_program_for_those_who_come_from_trl_trains(folder: Path, command: Start) -> None:
     program = blocks(GUIDE, "## To your own run in ten minutes")[0]
     smaller = {
         '"Qwen/Qwen2.5-0.5B-Instruct"': '"tiny-speller"', '"max_steps": 200': '"max_steps": 2', '"cuda"': '"cpu"',
@@ -343,8 +329,7 @@ def test_the_program_for_those_who_come_from_trl_trains(folder: Path, command: C
         assert theirs in program
         program = program.replace(theirs, ours)
     (folder / "program.py").write_text(program)
-    code, output = command(str(folder / "program.py"), program=True).finish()
-    assert code == 0 and "step     2/2" in output, output
+    command(str(folder / "program.py"), program=True).ends_with(0, "step     2/2")
 
 
 def made(verb: str) -> list[str]:
@@ -356,16 +341,15 @@ def made(verb: str) -> list[str]:
 
 
 @pytest.mark.rest
-def test_make_train_chat_trains_a_chat_model(folder: Path, command: Callable[..., Any]) -> None:
+def test_make_train_chat_trains_a_chat_model(folder: Path, command: Start) -> None:
     (folder / "configs").symlink_to(REPOSITORY / "configs")
     speller(folder)
-    code, output = command(*made("train-chat"), *sets(CHAT)).finish()
-    assert code == 0 and "all steps done: 1 steps in runs/chat-" in output and "held-out accuracy at the end" in output, output
+    trained = command(*made("train-chat"), *sets(CHAT))
+    trained.ends_with(0, "all steps done: 1 steps in runs/chat-", "held-out accuracy at the end")
 
 
 @pytest.mark.rest
-def test_make_bench_measures_its_parts(folder: Path, command: Callable[..., Any]) -> None:
-    code, output = command(*made("bench"), *BENCH, program=True).finish()
-    assert code == 0 and all(f"-- {part}: measured" in output for part in BENCH[:2]), output
+def test_make_bench_measures_its_parts(folder: Path, command: Start) -> None:
+    command(*made("bench"), *BENCH, program=True).ends_with(0, *(f"-- {part}: measured" for part in BENCH[:2]))
     rows = json.loads((folder / "bench.json").read_text())["rows"]
     assert {row["part"] for row in rows} == set(BENCH[:2])

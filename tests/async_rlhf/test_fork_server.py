@@ -43,10 +43,7 @@ def report(arguments: list[str]) -> int:
     """What this process has been given, as JSON in its standard output."""
     numpy = sys.modules["numpy"]
     found = {
-        "arguments": arguments,
-        "parent": os.getppid(),
-        "cwd": os.getcwd(),
-        "umask": os.umask(0),
+        "arguments": arguments, "parent": os.getppid(), "cwd": os.getcwd(), "umask": os.umask(0),
         "files": resource.getrlimit(resource.RLIMIT_NOFILE),
         "cpus": sorted(os.sched_getaffinity(0)),
         "variable": os.environ.get("SAID"),
@@ -54,7 +51,7 @@ def report(arguments: list[str]) -> int:
         "threads": threading.active_count(),
         "drawn": float(numpy.random.random()),
         "ignores": signal.getsignal(signal.SIGTERM) == signal.SIG_IGN,
-    }
+    }  # fmt: skip
     sys.stdout.write(json.dumps(found))
     sys.stdout.flush()
     return 7
@@ -115,17 +112,9 @@ def test_a_fork_is_a_child_with_all_that_it_inherits_and_nothing_of_the_server(s
     assert code == 7
     assert found.pop("drawn") != drawn, "forks draw different numbers"
     assert found == {
-        "arguments": ["some", "words"],
-        "parent": os.getpid(),
-        "cwd": str(tmp_path),
-        "umask": 0o27,
-        "files": [soft - 1, hard],
-        "cpus": [cpu],
-        "variable": "this \udc80",
-        "descriptors": [0, 1, 2, 3],
-        "threads": 1,
-        "ignores": False,
-    }
+        "arguments": ["some", "words"], "parent": os.getpid(), "cwd": str(tmp_path), "umask": 0o27, "files": [soft - 1, hard],
+        "cpus": [cpu], "variable": "this \udc80", "descriptors": [0, 1, 2, 3], "threads": 1, "ignores": False,
+    }  # fmt: skip
 
 
 def test_a_fork_ends_by_a_signal_an_error_or_its_closed_input_and_holds_a_lock_as_a_child_does(

@@ -7,15 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError, DamagedError
-from async_rlhf.cli.commands import app
 from async_rlhf.launch.run_lock import RunLock
 from async_rlhf.run.live import ask, forked
 from async_rlhf.run.loading import differences
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.serve.queue_dir import QueueDir
+from tests.conftest import output_of
 from tests.formats.sample import copied
 
 
@@ -77,14 +76,9 @@ def test_what_cannot_be_forked_is_refused_with_what_can(source: RunDir) -> None:
 
 
 def test_the_command_refuses_a_name_that_is_taken_and_queues_where_it_is_told_to(source: RunDir, tmp_path: Path) -> None:
-    def fork(*words: object) -> tuple[int, str]:
-        result = CliRunner().invoke(app, ["fork", str(source.path), *map(str, words)])
-        return result.exit_code, result.output
-
-    code, output = fork("--name", "run-1")
-    assert code == 3 and "run-1' exists" in output, output
-    code, output = fork("--name", "new", "--to", tmp_path / "serve", "--set", "max_steps=1")
-    assert code == 0 and f"run 1 of {tmp_path / 'serve'}: new; it waits for: " in output, output
+    assert "run-1' exists" in output_of(3, "fork", source.path, "--name", "run-1")
+    output = output_of(0, "fork", source.path, "--name", "new", "--to", tmp_path / "serve", "--set", "max_steps=1")
+    assert f"run 1 of {tmp_path / 'serve'}: new; it waits for: " in output
     queue = QueueDir.existing(tmp_path / "serve")
     written = (queue.folder(queue.find("new")) / "config.toml").read_text()
     assert f'model = "{source.path}/checkpoints/step_000003/model"' in written and "max_steps = 1\n" in written

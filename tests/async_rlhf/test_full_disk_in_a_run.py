@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from async_rlhf.run.run_dir import RunDir
-from tests.async_rlhf.test_faults import assert_whole, steps
-from tests.conftest import wait_for
+from tests.conftest import Train, assert_whole, steps, wait_for
 
 pytestmark = pytest.mark.rest
 
 NUM_STEPS = 150
 
 
-def test_the_learner_waits_for_room_and_the_run_is_whole(
-    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_the_learner_waits_for_room_and_the_run_is_whole(training: Train) -> None:
     # a weight set in shared memory is a file too
-    overrides = {"weights.transport": "chunks", "checkpoint.save_every": 3}
-    started = command(*small_arguments(**{"max_steps": NUM_STEPS, **overrides}))
-    run = RunDir(tmp_path / "runs" / "quick")
-    learner = started.child("learner")
-    wait_for(lambda: steps(run.path) >= 4, "step 4")
+    started = training(**{"max_steps": NUM_STEPS, "weights.transport": "chunks", "checkpoint.save_every": 3})
+    run, learner = started.run, started.child("learner")
+    started.reach(4)
     no_limit = learner.rlimit(psutil.RLIMIT_FSIZE)
     learner.rlimit(psutil.RLIMIT_FSIZE, (run.metrics.stat().st_size + 100, no_limit[1]))
     wait_for(lambda: "the disk is full: step" in run.log("learner").read_text(), "a learner that waits for room")
     before = steps(run.path)
     assert before < NUM_STEPS, "the run was over before the disk was full: give it more steps"
     learner.rlimit(psutil.RLIMIT_FSIZE, no_limit)
-    code, output = started.finish()
-    assert code == 0 and "learner ended" not in output, output
+    assert "learner ended" not in started.ends_with(0)
     assert_whole(run.path, NUM_STEPS)
     assert "there is room on the disk again" in run.log("learner").read_text()
     last = run.read_metrics()[-1]

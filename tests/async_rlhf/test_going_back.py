@@ -21,8 +21,7 @@ from async_rlhf.preparation import prepare
 from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import read_lines
-from tests.async_rlhf.test_faults import assert_no_orphans, assert_whole, steps
-from tests.conftest import Command, invoke, train_arguments, wait_for
+from tests.conftest import Command, Start, assert_no_orphans, assert_whole, output_of, steps, train_arguments, wait_for
 
 
 def saved(run: Path) -> list[int]:
@@ -74,48 +73,45 @@ def kill_behind_a_checkpoint(started: Command, run: Path) -> None:
 
 
 @pytest.fixture
-def stopped(killed: Path, small_arguments: Callable[..., list[str]], tmp_path: Path) -> list[str]:
-    """Arguments that go on for some steps with such a run, of which this test has a copy."""
-    run = tmp_path / "runs" / "quick"
-    shutil.copytree(killed, run, symlinks=True)
+def run(killed: Path, tmp_path: Path) -> Path:
+    """This test's copy of it."""
+    return Path(shutil.copytree(killed, tmp_path / "runs" / "quick", symlinks=True))
+
+
+@pytest.fixture
+def stopped(run: Path, small_arguments: Callable[..., list[str]]) -> list[str]:
+    """Arguments that go on for some steps with such a run."""
     return small_arguments(**{**SETTINGS, "max_steps": steps(run) + 8})
 
 
 @pytest.mark.rest
-def test_the_command_that_is_advised_goes_on_and_the_run_is_whole(
-    command: Callable[..., Any], stopped: list[str], tmp_path: Path
-) -> None:
-    run = tmp_path / "runs" / "quick"
+def test_the_command_that_is_advised_goes_on_and_the_run_is_whole(command: Start, stopped: list[str], run: Path) -> None:
     older, newest = saved(run)[-2:]
     before = RunDir(run).metrics.read_bytes()
     damage(run, newest, as_long=False)
-    code, output = command(*stopped, "--resume").finish()
-    assert code == 8 and f"step_{newest:06d} is torn: optimizer-00001.safetensors has" in output, output
+    output = command(*stopped, "--resume").ends_with(8, f"step_{newest:06d} is torn: optimizer-00001.safetensors has")
     assert RunDir(run).metrics.read_bytes() == before, "nothing is cut off"
     advised = re.search(r"async-rlhf (train .* --resume --from-step (\d+))", output.replace("\n", " "))
     assert advised is not None and int(advised[2]) == older, output
 
-    code, output = command(*shlex.split(advised[1])).finish()
-    assert code == 0, output
+    command(*shlex.split(advised[1])).ends_with(0)
     assert_whole(run, RunDir(run).config().max_steps)
     assert not list((run / "checkpoints").glob(".*")), "what was set aside is gone"
     assert [(line["kind"], line["step"]) for line in read_lines(run / "changes.jsonl")] == [("undone", older)]
 
 
-def test_a_run_that_has_gone_further_than_it_is_to_go_is_refused_and_left_as_it_is(stopped: list[str], tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "quick"
+def test_a_run_that_has_gone_further_than_it_is_to_go_is_refused_and_left_as_it_is(stopped: list[str], run: Path) -> None:
     done, before = steps(run), (run / "config.toml").read_bytes()
-    code, output = invoke(*stopped, "--set", "max_steps=2", "--resume")
-    assert code == 3 and f"has done {done} steps. Lowest: {done}, or go back with --from-step" in output, output
-    code, output = invoke(*stopped, "--set", "max_steps=999", "--resume", "--from-step", done + 100)
-    assert code == 3 and f"--from-step {done + 100}: there is no checkpoint of that step. This run can" in output, output
+    output = output_of(3, *stopped, "--set", "max_steps=2", "--resume")
+    assert f"has done {done} steps. Lowest: {done}, or go back with --from-step" in output
+    output = output_of(3, *stopped, "--set", "max_steps=999", "--resume", "--from-step", done + 100)
+    assert f"--from-step {done + 100}: there is no checkpoint of that step. This run can" in output
     assert (run / "config.toml").read_bytes() == before
 
 
 def test_damage_that_only_the_digests_tell_is_found_by_the_learner_and_nothing_is_cut_off(
-    command: Callable[..., Any], stopped: list[str], tmp_path: Path
+    command: Start, stopped: list[str], run: Path
 ) -> None:
-    run = tmp_path / "runs" / "quick"
     older, newest = saved(run)[-2:]
     before = RunDir(run).metrics.read_bytes()
     damage(run, newest, as_long=True)
@@ -123,34 +119,30 @@ def test_damage_that_only_the_digests_tell_is_found_by_the_learner_and_nothing_i
     assert code != 0 and "has other bytes than were written" in output and f"--resume --from-step {older}" in output, output
     assert RunDir(run).metrics.read_bytes() == before
 
-    code, output = invoke(*stopped, "--resume", "--from-step", str(newest))
+    output = output_of(8, *stopped, "--resume", "--from-step", newest)
     others = ", ".join(map(str, saved(run)[:-1]))  # more than one where it was killed before the oldest was removed
-    assert code == 8 and f"step_{newest:06d} is torn" in output and re.search(f"can go on from steps? {others}", output), output
-    code, output = invoke(*stopped, "--resume", "--from-step", str(newest + 1))
-    assert code == 3 and f"--from-step {newest + 1}: there is no checkpoint of that step" in output, output
-    code, output = invoke(*stopped, "--from-step", str(older))
-    assert code == 3 and "give --resume too" in output, output
+    assert f"step_{newest:06d} is torn" in output and re.search(f"can go on from steps? {others}", output)
+    output = output_of(3, *stopped, "--resume", "--from-step", newest + 1)
+    assert f"--from-step {newest + 1}: there is no checkpoint of that step" in output
+    assert "give --resume too" in output_of(3, *stopped, "--from-step", older)
     assert saved(run)[-2:] == [older, newest], "and what is refused sets nothing aside"
     state = json.loads((run / "checkpoints" / "latest" / "state.json").read_text())
     assert state["step"] == newest
 
 
 def test_a_group_of_a_step_that_will_be_done_again_is_taken_back_and_the_other_steps_keep_their_groups(
-    command: Callable[..., Any], stopped: list[str], tmp_path: Path
+    command: Start, stopped: list[str], run: Path
 ) -> None:
-    run = tmp_path / "runs" / "quick"
     before = {record["step"]: record["groups"] for record in RunDir(run).read_metrics()}
     again = saved(run)[-1] + 1
     bad, done = before[again][1], before[1][0]
     for number in (done, 1 << 40):
-        code, output = invoke("rollouts", "quarantine", str(run), "--group", str(number))
-        assert code == 1 and re.search(r"trained: group|unknown: group", output), output
-    code, output = invoke("rollouts", "quarantine", str(run), "--group", str(bad), "--reason", "a wrong answer key")
-    assert code == 0 and f"group {bad} is quarantined" in output, output
+        assert re.search(r"trained: group|unknown: group", output_of(1, "rollouts", "quarantine", run, "--group", number))
+    output = output_of(0, "rollouts", "quarantine", run, "--group", bad, "--reason", "a wrong answer key")
+    assert f"group {bad} is quarantined" in output
     assert "a wrong answer key" in (run / "quarantine.jsonl").read_text()
 
-    code, output = command(*stopped, "--resume").finish()
-    assert code == 0, output
+    command(*stopped, "--resume").ends_with(0)
     after = {record["step"]: record["groups"] for record in RunDir(run).read_metrics()}
     assert after[again] == [number for number in before[again] if number != bad]
     num_groups = RunDir(run).config().max_steps * 4
@@ -185,8 +177,7 @@ def test_a_run_ends_by_its_tokens_and_goes_on_with_more_of_them(small: Callable[
     with pytest.raises(ConfigError, match=rf"max_trained_tokens = 150 reached before step {len(used) + 1}, .*--from-step"):
         prepare(config, resume=True)
 
-    code, output = invoke("rollouts", "replay", run.path, "--name", "again")
-    assert code == 0, output
+    output_of(0, "rollouts", "replay", run.path, "--name", "again")
     assert (tmp_path / "runs/again/checkpoints/latest/model/model.safetensors").read_bytes() == (
         run.latest / "model/model.safetensors"
     ).read_bytes()

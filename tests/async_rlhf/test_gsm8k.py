@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from async_rlhf.run.run_dir import RunDir
-from tests.conftest import QUICK, invoke
+from tests.conftest import SPELLER, Start, output_of, sets
 
-SPELLER = QUICK.parent / "models" / "tiny-speller"
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
 
 
@@ -37,35 +34,31 @@ def given(tmp_path: Path) -> list[str]:
             for i in range(count)
         ]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = {"model": model, "data.source": tmp_path / "train.jsonl", "evaluation.source": tmp_path / "test.jsonl"}
-    return [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(str(value))}")]
+    rows = {"data.source": str(tmp_path / "train.jsonl"), "evaluation.source": str(tmp_path / "test.jsonl")}
+    return sets({"model": str(model)} | rows)
 
 
 def test_on_one_gpu_everything_shares_it_and_on_eight_the_others_generate(given: list[str]) -> None:
     def hosts(devices: int) -> str:
         return f"placement.hosts=[{{devices={devices}, device_memory={24 << 30}, cpus=16}}]"
 
-    code, output = invoke("check", "gsm8k", *given, "--set", hosts(1))
-    assert code == 0, output
+    output = output_of(0, "check", "gsm8k", *given, "--set", hosts(1))
     assert "16 training prompts" in output and "memory of this machine, device 0: about" in output
     wide = ["--set", hosts(8), "--set", "placement.colocate=false", "--set", "actors.count=fill"]
-    code, output = invoke("check", "gsm8k", *given, *wide)
-    assert code == 0, output
+    output = output_of(0, "check", "gsm8k", *given, *wide)
     devices = dict(line.rsplit("this machine", 1) for line in output.splitlines() if "this machine  " in line)
     found = {process.strip(): device.strip() for process, device in devices.items()}
     assert found == {"hub": "none", "learner": "0", "evaluation": "1", **{f"actor-{i}": str(i + 2) for i in range(6)}}
 
 
 @pytest.mark.rest
-def test_its_parts_train_and_evaluate_on_a_processor(given: list[str], command: Callable[..., Any], tmp_path: Path) -> None:
+def test_its_parts_train_and_evaluate_on_a_processor(given: list[str], command: Start, tmp_path: Path) -> None:
     smaller = {
         "engine.kind": "torch", "engine.device": "cpu", "learner.device": "cpu", "placement.colocate": False,
         "engine.slots": 16, "learner.batch_size": 16, "generation.max_completion_length": 16, "max_steps": 2,
         "evaluation.every": 2, "checkpoint.save_every": 2, "output_dir": str(tmp_path / "runs"),
     }  # fmt: skip
-    sets = [word for key, value in smaller.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-    code, output = command("train", "gsm8k", *given, *sets).finish()
-    assert code == 0, output
+    command("train", "gsm8k", *given, *sets(smaller)).ends_with(0)
     run = RunDir(tmp_path / "runs" / "gsm8k")
     scored = [(record["step"], record["reward"], record["rewards/failed_ratio"]) for record in run.read_metrics()]
     assert scored == [(1, 0.0, 0), (2, 0.0, 0)], "random letters are no number, and no failure of the verifier"

@@ -6,7 +6,6 @@ import http.client
 import json
 import shutil
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from async_rlhf.run.run_dir import RunDir
-from tests.conftest import REPOSITORY, kept_port, wait_for
+from tests.conftest import SPELLER, Start, Train, kept_port, wait_for
 
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.rest
@@ -67,20 +65,15 @@ class Harnesses:
         return float(answer["score"])
 
 
-def test_harnesses_play_a_run_whatever_is_killed(
-    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    model = shutil.copytree(REPOSITORY / "configs" / "models" / "tiny-speller", tmp_path / "model")
+def test_harnesses_play_a_run_whatever_is_killed(command: Start, training: Train, tmp_path: Path) -> None:
+    model = shutil.copytree(SPELLER, tmp_path / "model")
     (model / "chat_template.jinja").write_text(TEMPLATE)
     with ExitStack() as made:
         port, other = (made.enter_context(kept_port()) for _ in range(2))
-        _play_under_kills(command, small_arguments, tmp_path, model, port, f"tcp://127.0.0.1:{other}")
+        _play_under_kills(command, training, tmp_path / "key", model, port, f"tcp://127.0.0.1:{other}")
 
 
-def _play_under_kills(
-    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path, model: Path, port: int, address: str
-) -> None:
-    key_file = tmp_path / "key"
+def _play_under_kills(command: Start, training: Train, key_file: Path, model: Path, port: int, address: str) -> None:
     serve = ["serve", "sessions", "--address", address, "--port", str(port), "--key-file", str(key_file)]
     server, harnesses = command(*serve), Harnesses(port, key_file)
     wait_for(lambda: harnesses.is_served(), "the server")
@@ -88,28 +81,23 @@ def _play_under_kills(
         "name": "sessions",
         "model": str(model),
         "environment": {"function": f"remote:{address}"},
-        "rewards.functions": [],
-        "generation.max_completion_length": 8,
-        "generation.max_episode_length": 80,
-        "queue.max_staleness": 1,
-        "max_steps": 8,
-    }
+        "rewards.functions": [], "generation.max_completion_length": 8, "generation.max_episode_length": 80,
+        "queue.max_staleness": 1, "max_steps": 8,
+    }  # fmt: skip
     with ThreadPoolExecutor(8) as threads:
         for number in range(8):
             threads.submit(harnesses, number)
         try:
-            run = command(*small_arguments(**settings))
-            directory = RunDir(tmp_path / "runs" / "sessions")
-            wait_for(lambda: len(directory.read_metrics()) >= 2, "two steps")
-            run.end("actor")
-            wait_for(lambda: len(directory.read_metrics()) >= 4, "two more steps")
+            started = training(**settings)
+            started.reach(2)
+            started.end("actor")
+            started.reach(4)
             server.close()
             server = command(*serve)
-            code, output = run.finish()
+            started.ends_with(0)
         finally:
             harnesses.stop.set()
-    records = directory.read_metrics()
-    assert code == 0, output
+    records = started.run.read_metrics()
     assert [record["step"] for record in records] == list(range(1, 9))
     assert all(record["staleness/max"] <= 1 for record in records)
     assert records[-1]["rewards/sessions/mean"] > 0 and records[-1]["reported/sessions/conversations"] == 1

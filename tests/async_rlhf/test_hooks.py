@@ -6,7 +6,6 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from async_rlhf.run.run_files import read_lines
 from async_rlhf.run.supervision.hooks import Events, Hooks
 from async_rlhf.run.watching import HooksConfig
 from tests.conftest import gone, kept_port, wait_for
+from tests.hub_server import Answering, serving
 
 KEEP = ("/bin/sh", "-c", 'cat > "$ASYNC_RLHF_RUN_DIR/$ASYNC_RLHF_EVENT"')
 
@@ -34,25 +34,18 @@ def webhook(answer: int | threading.Event) -> Iterator[tuple[str, list[Any]]]:
     """A server that answers so, or only after that; its address, and what was posted to it."""
     posted: list[Any] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Answering):
         def do_POST(self) -> None:
-            posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            posted.append(json.loads(self.body()))
             if isinstance(answer, threading.Event):
                 answer.wait(60)
             else:
-                self.send_response(answer)
-                self.end_headers()
+                self.answer(answer)
 
-        def log_message(self, *arguments: Any) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/token", posted
-        finally:
-            server.shutdown()
-            if isinstance(answer, threading.Event):
-                answer.set()
+    with serving(Handler) as address:
+        yield f"{address}/token", posted
+        if isinstance(answer, threading.Event):
+            answer.set()
 
 
 def hooks(run: Path, **settings: Any) -> Hooks:

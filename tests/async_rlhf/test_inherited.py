@@ -104,9 +104,7 @@ def test_the_command_does_not_inherit_that_the_ends_of_children_are_ignored() ->
     assert subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=True).stdout == "0\n"
 
 
-def test_a_role_writes_its_log_and_reads_files_as_utf_8_whatever_it_inherits(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_role_always_writes_its_log_and_reads_files_as_utf_8(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "read").write_bytes("é😀".encode())
     for name, value in {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}.items():
         monkeypatch.setenv(name, value)

@@ -6,18 +6,15 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.transport import keys, link
-from async_rlhf.cli.commands import app
-from async_rlhf.run.run_dir import RunDir
-from tests.conftest import Command, kept_port, wait_for
+from tests.conftest import Train, invoke, kept_port, output_of, wait_for
 
 
 @pytest.fixture
@@ -67,37 +64,25 @@ def test_keys_that_cannot_be_used_are_refused_before_the_start(small: Any, key_d
 
 def test_keys_are_made_once_and_what_to_copy_where_is_said(tmp_path: Path) -> None:
     directory = str(tmp_path / "keys")
-    made = CliRunner().invoke(app, ["keys", "new", directory, "--name", "gpu2", "--name", "site:relay"])
-    assert made.exit_code == 0 and f"move {directory}/for-gpu2 to gpu2" in made.output
-    assert f"move {directory}/for-site to site" in made.output
+    output = output_of(0, "keys", "new", directory, "--name", "gpu2", "--name", "site:relay")
+    assert f"move {directory}/for-gpu2 to gpu2" in output and f"move {directory}/for-site to site" in output
     assert {file.stem: file.read_text().split()[1:] for file in Path(directory, "allowed").iterdir()} == {
         "gpu2": ["actor"], "site": ["relay"], "local": ["actor", "control", "learner", "relay"],
     }  # fmt: skip
     secrets = [file.read_text().strip() for file in Path(directory).rglob("*.secret")]
-    assert len(secrets) == 4 and not any(secret in made.output for secret in secrets)
-    again = CliRunner().invoke(app, ["keys", "new", directory])
-    assert again.exit_code == 3 and "never written over" in again.output
+    assert len(secrets) == 4 and not any(secret in output for secret in secrets)
+    assert "never written over" in output_of(3, "keys", "new", directory)
 
 
-def test_a_run_trains_with_keys_and_shows_no_secret(
-    command: Callable[..., Command],
-    small_arguments: Callable[..., list[str]],
-    tmp_path: Path,
-    key_directory: Path,
-    port: int,
-) -> None:
+def test_a_run_trains_with_keys_and_shows_no_secret(training: Train, tmp_path: Path, key_directory: Path, port: int) -> None:
     """One of its actors is started by hand, with the keys made for another machine and a configuration of its own.
 
     However long that takes: the run goes on until it is asked to stop.
     """
-    overrides = {
-        "address": f"tcp://0.0.0.0:{port}",
-        "security.keys": str(key_directory),
-        "actors.count": 1,
-        "max_steps": 100_000,
-    }
-    training = command(*small_arguments(**overrides))
-    run = wait_for(lambda: next(iter((tmp_path / "runs").glob("*/run.json")), None), "the run").parent
+    address = {"address": f"tcp://0.0.0.0:{port}", "security.keys": str(key_directory)}
+    started = training(**address, **{"actors.count": 1, "max_steps": 100_000})
+    run = started.run.path
+    wait_for(lambda: (run / "run.json").exists(), "the run")
     there = tmp_path / "there"
     there.mkdir()
     written = (run / "config.toml").read_text()
@@ -110,14 +95,13 @@ def test_a_run_trains_with_keys_and_shows_no_secret(
         text=True,
     )
     try:
-        wait_for(RunDir.existing(run).read_metrics, "a first step")
+        started.reach(1)
         status = wait_for(lambda: _status_with(run, "far-0"), "the actor that was started by hand")
         assert status["hub"]["handshakes_failed"] == 0 and status["hub"]["connections"] >= 3
         for role in ("learner", "actor"):  # wherever else the hub listens, its own machine shares memory
-            assert " ipc://" in " ".join(training.child(role).cmdline())
-        assert CliRunner().invoke(app, ["stop", str(run)]).exit_code == 0
-        code, output = training.finish()
-        assert code == 0, output
+            assert " ipc://" in " ".join(started.child(role).cmdline())
+        output_of(0, "stop", run)
+        output = started.ends_with(0)
         assert far.wait(timeout=300) == 0
     finally:
         far.kill()
@@ -128,8 +112,6 @@ def test_a_run_trains_with_keys_and_shows_no_secret(
 
 
 def _status_with(run: Path, actor: str) -> dict[str, Any] | None:
-    asked = CliRunner().invoke(app, ["status", str(run), "--json"])
-    if asked.exit_code:
-        return None
-    found: dict[str, Any] = json.loads(asked.output)
+    code, output = invoke("status", run, "--json")
+    found: dict[str, Any] = {"hub": None} if code else json.loads(output)
     return found if actor in (found["hub"] or {}).get("actors", {}) else None

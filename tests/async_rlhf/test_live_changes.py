@@ -4,7 +4,7 @@ that lost nothing."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,8 @@ from async_rlhf.run.live import ask, check_resumed, effective, inherit, present,
 from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir, RunEnd
 from async_rlhf.run.run_files import read_lines
-from tests.async_rlhf.test_faults import steps
 from tests.async_rlhf.test_synchronous import measured
-from tests.conftest import invoke, wait_for
+from tests.conftest import Train, output_of, steps, wait_for
 
 RATE = "learner.learning_rate"
 
@@ -124,12 +123,10 @@ def test_what_is_learned_again_is_changed_where_the_run_was_but_for_values_of_it
 
 
 def test_the_command_shows_changes_and_refuses_with_the_code_of_a_wrong_setting(run: RunDir) -> None:
-    code, output = invoke("set", str(run.path), f"{RATE}=5e-4")
-    assert code == 0 and output.endswith(f"{RATE} 0.001 -> 0.0005, waits for the next step\n"), output
-    code, output = invoke("set", str(run.path))
-    assert code == 0 and f"{RATE} = 0.0005" in output and "guard.target = none" in output, output
-    code, output = invoke("set", str(run.path), "max_steps=5")
-    assert code == 3 and "max_steps may not change in a run that has begun" in output, output
+    assert output_of(0, "set", run.path, f"{RATE}=5e-4").endswith(f"{RATE} 0.001 -> 0.0005, waits for the next step\n")
+    output = output_of(0, "set", run.path)
+    assert f"{RATE} = 0.0005" in output and "guard.target = none" in output
+    assert "max_steps may not change in a run that has begun" in output_of(3, "set", run.path, "max_steps=5")
     found = status.read(Reading(run))
     assert f"changed: {RATE} 0.001 -> 0.0005, waits for the next step" in status.lines(run, found)
 
@@ -145,21 +142,19 @@ def bits(run: Path) -> list[bytes]:
 
 
 @pytest.mark.rest
-def test_a_run_that_is_changed_and_loses_its_learner_ends_with_the_bits_of_one_that_lost_nothing(
-    command: Callable[..., Any], small: Any, small_arguments: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_a_run_that_is_changed_and_loses_its_learner_ends_with_the_bits_of_another(training: Train, small: Any) -> None:
     hook = {"hooks.command": ["/bin/sh", "-c", 'cat > "$ASYNC_RLHF_RUN_DIR/told-$ASYNC_RLHF_EVENT"']}
-    run, started = tmp_path / "runs" / "quick", command(*small_arguments(**SETTINGS, **hook))
-    wait_for(lambda: steps(run) >= 1, "step 1")
-    ask(RunDir.existing(run), {RATE: 2e-2, "rewards.weights.reasoning_gym": 0.5})
-    reading = Reading(RunDir(run))
+    started = training(**SETTINGS, **hook)
+    started.reach(1)
+    run = started.run.path
+    ask(started.run, {RATE: 2e-2, "rewards.weights.reasoning_gym": 0.5})
+    reading = Reading(started.run)
     wait_for(lambda: any(steps(run) > step for step in reading.changed()), "a step with the change")
     started.end("learner")
-    code, output = started.finish()
-    assert code == 0, output
+    started.ends_with(0)
     (step,) = reading.changed()
     assert 2 <= step < NUM_STEPS
-    rates = [record["learning_rate"] for record in RunDir(run).read_metrics()]
+    rates = [record["learning_rate"] for record in started.run.read_metrics()]
     assert rates == [1e-3] * (step - 1) + [2e-2] * (NUM_STEPS - step + 1)
     assert json.loads((run / "told-finished").read_text())["event"] == "finished"
     assert [record["event"] for record in read_lines(run / "events.jsonl")] == ["finished"]

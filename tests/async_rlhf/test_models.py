@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +38,14 @@ from async_rlhf.learner.model.files import load_model
 from async_rlhf.learner.step.controller import make_backend
 from async_rlhf.run.loading import load
 from async_rlhf.run.shipped import is_name
-from tests.conftest import QUICK, invoke
+from tests.conftest import QUICK, SPELLER, Train, output_of, python, sets
 
 GROUP_SIZE, STEPS, MISMATCH = 3, 3, 1e-5
 SAMPLING = Sampling(temperature=0.8)
 # Each has a part that no other of them has: plain, learned positions, sliding windows and soft caps, experts, sinks, latents.
 SLICE = (
-    "llama",
-    "gpt2",
-    "gemma3_text",
-    "qwen3_moe",
-    "gpt_oss",
-    "deepseek_v3",
-    "llama4_text",
-    "minimax_m2",
-    "falcon",
-    "cohere2",
-)
+    "llama", "gpt2", "gemma3_text", "qwen3_moe", "gpt_oss", "deepseek_v3", "llama4_text", "minimax_m2", "falcon", "cohere2",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -86,25 +76,20 @@ def test_three_steps_keep_engine_and_learner_one_policy(kind: str, tmp_path: Pat
 
 def told_by_check(path: Path, kind: str, **own: Any) -> str:
     """What `check` says when it refuses this family, beside the speller's tokenizer."""
-    for file in (QUICK.parent / "models" / "tiny-speller").glob("tokenizer*"):
+    for file in SPELLER.glob("tokenizer*"):
         (path / file.name).write_bytes(file.read_bytes())
     model: PreTrainedModel = families.model(kind)
     model.save_pretrained(path)
     config = path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | own))
-    code, output = invoke("check", str(QUICK), "--set", f"model={json.dumps(str(path))}")
-    assert code == CONFIGURATION, output
-    return output
+    return output_of(CONFIGURATION, "check", QUICK, *sets({"model": str(path)}))
 
 
 SCALING = {"rope_type": "longrope", "original_max_position_embeddings": 32}
 REFUSED = {
     **dict.fromkeys(("gpt_neo", "mamba", "rwkv"), ({}, "Set engine.kind = 'vllm', or use one of afmoe,")),
     "llama": ({"quantization_config": {"quant_method": "awq"}}, "is packed by awq; give the model that was packed"),
-    "phi3": (
-        {"rope_parameters": SCALING},
-        "beyond 32 tokens the positions of this model depend on how long the other texts of a batch are",
-    ),
+    "phi3": ({"rope_parameters": SCALING}, "beyond 32 tokens the positions of this model depend on how long the other texts"),
 }
 
 
@@ -119,16 +104,14 @@ def test_episodes_of_a_hybrid_model_are_refused_before_the_run_by_the_same_messa
     (tmp_path / "say.py").write_text("def say(prompt):\n    yield prompt\n")
     (model := tmp_path / "model").mkdir()
     told = told_by_check(model, "qwen3_next")
-    environment = json.dumps(f"{tmp_path / 'say.py'}:say")
-    own = {"model": json.dumps(str(model)), "environment": environment, "output_dir": json.dumps(str(tmp_path / "runs"))}
-    code, output = invoke("train", str(QUICK), *(word for key, value in own.items() for word in ("--set", f"{key}={value}")))
-    assert code == CONFIGURATION and output == told and "model type 'qwen3_next'" in told
+    own = {"model": str(model), "environment": f"{tmp_path / 'say.py'}:say", "output_dir": str(tmp_path / "runs")}
+    assert output_of(CONFIGURATION, "train", QUICK, *sets(own)) == told and "model type 'qwen3_next'" in told
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_a_model_of_which_files_lack_a_part_is_not_begun_with_random_numbers(is_cut: bool, tmp_path: Path) -> None:
-    model = shutil.copytree(QUICK.parent / "models" / "tiny-speller", tmp_path / "model")
+    model = shutil.copytree(SPELLER, tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     norm = tensors.pop("model.norm.weight")
     save_file({**tensors, **({"model.norm.weight": norm[:1]} if is_cut else {})}, model / "model.safetensors")
@@ -139,36 +122,33 @@ def test_a_model_of_which_files_lack_a_part_is_not_begun_with_random_numbers(is_
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
 def test_weights_of_eight_bits_are_never_taken_for_their_values(kind: torch.dtype, tmp_path: Path) -> None:
-    model = shutil.copytree(QUICK.parent / "models" / "tiny-speller", tmp_path / "model")
+    model = shutil.copytree(SPELLER, tmp_path / "model")
     tensors = torch_tensors(model / "model.safetensors")
     save_torch_tensors({**tensors, (name := "model.norm.weight"): tensors[name].to(kind)}, model / "model.safetensors")
-    refused = pytest.raises((ConfigError, RewardError), match=r"'model.norm.weight' is of type (I8|F8_E4M3), and config.json")
-    with refused:
-        load_engine(str(model), EngineConfig())
-    with refused:
-        load_model(model, torch.device("cpu"))
-    with refused:
-        ReferenceModel(model)
-    for command in (["check", str(QUICK), "--set", f"model={json.dumps(str(model))}"], ["evaluate", str(model), str(QUICK)]):
-        code, output = invoke(*command)
-        assert code == CONFIGURATION and "give the model in float32" in output and "train" not in output, output
+    engine, learner = lambda: load_engine(str(model), EngineConfig()), lambda: load_model(model, torch.device("cpu"))
+    for load_it in (engine, learner, lambda: ReferenceModel(model)):
+        said = r"'model.norm.weight' is of type (I8|F8_E4M3), and config.json"
+        with pytest.raises((ConfigError, RewardError), match=said):
+            load_it()
+    for command in (["check", QUICK, *sets({"model": str(model)})], ["evaluate", model, QUICK]):
+        output = output_of(CONFIGURATION, *command)
+        assert "give the model in float32" in output and "train" not in output
 
 
-def checked(model: Path, *further: str) -> tuple[int, str]:
-    """What `check` says, and `evaluate` where that is refused: nothing is made."""
-    code, output = invoke("check", str(QUICK), "--set", f"model={json.dumps(str(model))}", *further)
-    if code:
-        assert invoke("evaluate", str(model), str(QUICK))[0] == code and not (model.parent / "runs").exists()
-    return code, output
+def refused_by_check(model: Path, **further: str) -> str:
+    """What `check` says; and `evaluate` is refused, and nothing made."""
+    output_of(CONFIGURATION, "evaluate", model, QUICK)
+    assert not (model.parent / "runs").exists()
+    return output_of(CONFIGURATION, "check", QUICK, *sets({"model": str(model), **further}))
 
 
 @pytest.mark.parametrize("limit", [10**30, 1e30, float("inf"), 2**70, None], ids=str)
 def test_a_tokenizer_without_a_limit_is_one(limit: float | None, tmp_path: Path) -> None:
     """transformers writes int(1e30), and others what JSON has for it."""
-    model = shutil.copytree(QUICK.parent / "models" / "tiny-speller", tmp_path / "model")
+    model = shutil.copytree(SPELLER, tmp_path / "model")
     described = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**described, "model_max_length": limit}))
-    assert checked(model)[0] == 0
+    output_of(0, "check", QUICK, *sets({"model": str(model)}))
 
 
 FAMILIES_OF_FILES = (
@@ -191,51 +171,41 @@ def test_what_transformers_writes_of_a_family_is_read(kind: str, tmp_path: Path)
 
 
 def test_an_adapter_beside_a_model_is_named_with_the_line_that_merges_it(tmp_path: Path) -> None:
-    plain = QUICK.parent / "models" / "tiny-speller"
-    model = shutil.copytree(plain, tmp_path / "model")
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(plain), LoraConfig(r=2, target_modules="all-linear"))
+    model = shutil.copytree(SPELLER, tmp_path / "model")
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(SPELLER), LoraConfig(r=2, target_modules="all-linear"))
     adapted.peft_config["default"].task_type = "CAUSAL_LM"
     adapted.save_pretrained(model)
-    code, output = checked(model)
-    assert code == CONFIGURATION and "has an adapter (adapter_config.json)" in output
+    output = refused_by_check(model)
+    assert "has an adapter (adapter_config.json)" in output
     line = re.search(r"python -c \"(.+?)\"", output)
     assert line is not None
     subprocess.run([sys.executable, "-c", line[1]], cwd=tmp_path, check=True, timeout=300)
-    for file in plain.glob("token*"):
+    for file in SPELLER.glob("token*"):
         shutil.copy(file, tmp_path / "merged")
-    assert checked(tmp_path / "merged")[0] == 0
+    output_of(0, "check", QUICK, *sets({"model": str(tmp_path / "merged")}))
 
 
 @pytest.mark.parametrize("engine", ["torch", "vllm"])
 @pytest.mark.parametrize("kind", ["llava", "mistral3", "qwen2_5_vl", "qwen3_vl"])
-def test_a_model_without_a_language_model_of_its_own_is_refused_before_anything_begins(
-    kind: str, engine: str, tmp_path: Path
-) -> None:
-    model = shutil.copytree(QUICK.parent / "models" / "tiny-speller", tmp_path / "model")
+def test_a_model_without_a_language_model_of_its_own_is_refused_before_a_start(kind: str, engine: str, tmp_path: Path) -> None:
+    model = shutil.copytree(SPELLER, tmp_path / "model")
     CONFIG_MAPPING[kind]().save_pretrained(model)
-    code, output = checked(model, "--set", f"engine.kind={json.dumps(engine)}")
-    assert code == CONFIGURATION and f"is of model type '{kind}', which reads more than text" in output, output
+    assert f"is of model type '{kind}', which reads more than text" in refused_by_check(model, **{"engine.kind": engine})
 
 
 def test_a_deep_check_loads_the_model_and_says_that_learner_and_engine_are_right() -> None:
-    quick, lora = ("check", str(QUICK), "--deep", "--set", "queue.max_staleness=0"), ("--set", "learner.lora.rank=4")
-    code, output = invoke(*quick, *lora, "--set", 'learner.lora.targets=["0.mlp.q_proj"]')
-    assert code == 3 and "Layers here: down_proj" in output, output
-    code, output = invoke(*quick, *lora, "--set", 'learner.lora.targets=["0.self_attn.q_proj"]')
-    assert code == 0, output
+    deep = ("check", QUICK, "--deep", *sets({"queue.max_staleness": 0, "learner.lora.rank": 4}))
+    assert "Layers here: down_proj" in output_of(3, *deep, *sets({"learner.lora.targets": ["0.mlp.q_proj"]}))
+    output = output_of(0, *deep, *sets({"learner.lora.targets": ["0.self_attn.q_proj"]}))
     assert "adapters: 1 layers, the same merged and apart." in output
     assert "learner: log-probabilities are those of plain passes (completions of a prompt share its computation;" in output
     assert "engine: sampled log-probabilities are those of plain passes, the same bits alone and in a batch" in output
 
 
-def test_a_run_whose_engine_and_learner_disagree_ends_by_name_and_is_not_tried_again(
-    command: Callable[..., Any], small_arguments: Callable[..., list[str]]
-) -> None:
-    overrides = {"queue.max_staleness": 0, "engine.mismatch_limit": 1e-12, "max_steps": 3}
-    code, output = command(*small_arguments(**overrides)).finish()
-    assert code == REFUSED_TO_TRAIN, output
-    assert "log-probabilities of learner and engine differ by" in output and "raise engine.mismatch_limit" in output
-    assert "starting it again" not in output
+def test_a_run_whose_engine_and_learner_disagree_ends_by_name_and_is_not_tried_again(training: Train) -> None:
+    started = training(**{"queue.max_staleness": 0, "engine.mismatch_limit": 1e-12, "max_steps": 3})
+    differ = "log-probabilities of learner and engine differ by"
+    assert "starting it again" not in started.ends_with(REFUSED_TO_TRAIN, differ, "raise engine.mismatch_limit")
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -247,25 +217,13 @@ def snapshot(tmp_path: Path) -> Path:
     repository = tmp_path / "cache" / "models--owner--speller"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(COMMIT)
-    (repository / "snapshots").mkdir()
-    directory = repository / "snapshots" / COMMIT
-    directory.mkdir()
-    for file in (QUICK.parent / "models" / "tiny-speller").iterdir():
-        (directory / file.name).write_bytes(file.read_bytes())
-    return directory
+    return Path(shutil.copytree(SPELLER, repository / "snapshots" / COMMIT))
 
 
 def check(tmp_path: Path, model: str) -> tuple[int, str]:
     """`check` of the quick configuration with this model, where no network leads anywhere."""
-    done = subprocess.run(
-        [sys.executable, "-m", "async_rlhf", "check", str(QUICK), "--set", f"model={model}"],
-        cwd=tmp_path,
-        env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_ENDPOINT": "http://127.0.0.1:9"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    own = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = python("-m", "async_rlhf", "check", QUICK, "--set", f"model={model}", cwd=tmp_path, env=own)
     return done.returncode, done.stdout + done.stderr
 
 

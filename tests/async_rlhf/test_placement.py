@@ -33,14 +33,9 @@ def runs(draw: st.DrawFn) -> WantedNodes:
         ranks=draw(st.integers(1, 16)),
         rank_devices=draw(st.sampled_from([0, 1])),
         actors=draw(st.just("fill") | st.integers(1, 64)),
-        actor_devices=each,
-        scorer=draw(st.booleans()),
-        scorer_devices=draw(st.sampled_from([0, 1])),
-        evaluation_devices=each,
-        evaluates_beside=draw(st.booleans()),
-        colocate=draw(st.booleans()),
-        actor_share=0.4,
-    )
+        actor_devices=each, scorer=draw(st.booleans()), scorer_devices=draw(st.sampled_from([0, 1])), evaluation_devices=each,
+        evaluates_beside=draw(st.booleans()), colocate=draw(st.booleans()), actor_share=0.4,
+    )  # fmt: skip
 
 
 def kind(name: str) -> str:
@@ -173,17 +168,9 @@ def test_places(wanted: WantedNodes, inventory: Inventory, places: dict[str, tup
     [
         (GPU, ONE, r"actors.count = 1: actors need a device each; .*0 free of 1.*placement.colocate"),
         (COLOCATED, ONE, r"share = 0\.5: device 0 .* actor-0, evaluation, learner.* 1 of its.*below 0\.5"),
-        (
-            replace(GPU, evaluates_beside=True),
-            ONE,
-            r"every\) need 1 devices .* 0 free of 1 .*evaluation\.every = 0",
-        ),
+        (replace(GPU, evaluates_beside=True), ONE, r"every\) need 1 devices .* 0 free of 1 .*evaluation\.every = 0"),
         (replace(GPU, learner_hosts=("c",)), TWO, r"learner_hosts names 'c', which is no host .*: this machine, b"),
-        (
-            replace(GPU, ranks=9, learner_hosts=("b",)),
-            TWO,
-            r"learner.ranks = 9 .* need 9 devices.*8 free of 8 on b; highest: learner.ranks = 8",
-        ),
+        (replace(GPU, ranks=9, learner_hosts=("b",)), TWO, r"= 9 .* 9 devices.*8 free of 8 on b; highest: learner.ranks = 8"),
         (replace(GPU, actors=4, away=True), RAY, r"there are 2 free of 2 on a, 1 free of 1 on b; highest: actors\.count = 3"),
     ],
 )

@@ -21,7 +21,7 @@ from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.loading import load
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.scoring import environment_specs
-from tests.conftest import QUICK, SMALL, has_ended, wait_for
+from tests.conftest import QUICK, SMALL, Start, has_ended, sets, wait_for
 
 CONFIGS = QUICK.parent
 START = load_file(CONFIGS / "models" / "tiny-speller" / "model.safetensors")
@@ -131,7 +131,7 @@ def test_a_preset_trains_and_does_what_it_is_for(
 
 @pytest.mark.rest
 def test_a_learner_that_loses_a_rank_says_which_and_goes_on_from_its_checkpoint(
-    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
+    command: Start, small_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     """ZeRO-3 on two ranks: real processes, published weights verified by the actor. A rank is aborted, as nccl does it, where
     it waits for the other, which stands still and ends with it. The run then goes on for two steps with one rank and plain
@@ -146,14 +146,11 @@ def test_a_learner_that_loses_a_rank_says_which_and_goes_on_from_its_checkpoint(
     learner.suspend()
     wait_for(lambda: rank.status() == psutil.STATUS_SLEEPING, "a rank that waits")
     rank.send_signal(signal.SIGABRT)
-    code, output = started.finish()
-    assert code == 0, output
-    assert output.count("starting it again") == 1 and "rank 1 ended by signal 6 (SIGABRT)" in output, output
+    output = started.ends_with(0, "rank 1 ended by signal 6 (SIGABRT)")
+    assert output.count("starting it again") == 1, output
     assert has_ended(rank) and has_ended(learner)
-    more = {"max_steps": num_steps + 2, "learner.ranks": 1, "learner.backend": "torch"}
-    sets = [word for key, value in more.items() for word in ("--set", f"{key}={value}")]
-    code, output = command("train", str(CONFIGS / "zero3.toml"), *overrides, *sets, "--resume").finish()
-    assert code == 0, output
+    more = sets({"max_steps": num_steps + 2, "learner.ranks": 1, "learner.backend": "torch"})
+    command("train", str(CONFIGS / "zero3.toml"), *overrides, *more, "--resume").ends_with(0)
     run = RunDir(directory)
     metrics = run.read_metrics()
     assert [record["step"] for record in metrics] == list(range(1, num_steps + 3))
@@ -173,9 +170,9 @@ def test_a_shipped_environment_passes_the_check_before_a_run(name: str) -> None:
     ("turns", "score"),
     [
         (("I say 9.", "2, then", "5"), 1.0),
-        (("none", "9", "12", "3"), 0.25),  # 12 is not below 9
+        (("none", "9", "12", "3"), 0.25),
         (("0", "6", "20", "7"), 0.125),
-    ],
+    ],  # 12 is not below 9
 )
 def test_the_game_for_a_chat_model_scores_a_hit_or_what_agrees_with_its_answers(turns: tuple[str, ...], score: float) -> None:
     config = load(CONFIGS / "chat_game.toml", {"model": "tiny-speller"})
@@ -187,11 +184,10 @@ def test_the_game_for_a_chat_model_scores_a_hit_or_what_agrees_with_its_answers(
 
 
 @pytest.mark.rest
-def test_the_model_learns_to_call_the_calculator(command: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_model_learns_to_call_the_calculator(command: Start, tmp_path: Path) -> None:
     """From no held-out product to nearly all, in 60 steps; it cannot multiply."""
-    code, output = command("train", str(CONFIGS / "tools.toml"), "--set", f"output_dir={tmp_path}").finish()
-    assert code == 0, output
-    assert "held-out accuracy at the start: 0.0" in output
+    started = command("train", str(CONFIGS / "tools.toml"), "--set", f"output_dir={tmp_path}")
+    output = started.ends_with(0, "held-out accuracy at the start: 0.0")
     (line,) = [line for line in output.splitlines() if line.startswith("held-out accuracy at the end")]
     assert float(line.split(": ")[1].split(",")[0]) >= 0.8, output
     records = RunDir(tmp_path / "tools").read_metrics()

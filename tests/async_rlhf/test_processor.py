@@ -63,9 +63,7 @@ def test_what_libraries_were_told_of_a_processor_is_part_of_its_name() -> None:
     assert told == f"{plain.removesuffix(')')}; ATEN_CPU_CAPABILITY=default; MKL_CBWR=COMPATIBLE)"
 
 
-def test_a_run_that_goes_on_with_another_processor_says_so_and_its_card_names_both(
-    small: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_goes_on_with_another_processor_says_so_its_card_too(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDir.create(config := small())
     run.retire()
     RunDir.reopen(config).retire()

@@ -8,7 +8,6 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tomllib import loads as parse_toml
 from typing import Any
@@ -25,9 +24,9 @@ from async_rlhf.run.processes.evaluation import record_evaluation
 from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir, keep_config
-from tests.conftest import invoke
+from tests.conftest import invoke, output_of
 from tests.formats.sample import copied
-from tests.hub_server import TOKEN, Hub, hub
+from tests.hub_server import TOKEN, Answering, Hub, hub, serving
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # between huggingface_hub and httpx2
 FILE = "/{repo_id}/resolve/{revision}/{filename}"
@@ -56,8 +55,8 @@ def quick_picture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_checkpoint_is_one_commit_and_what_is_there_is_only_added_to_when_that_is_asked(run: RunDir, server: Hub) -> None:
-    code, said = invoke("push", run.path, "me/speller", "--private")
-    assert code == 0 and f"{server.address}/me/speller has 8 files at commit" in said, said
+    said = output_of(0, "push", run.path, "me/speller", "--private")
+    assert f"{server.address}/me/speller has 8 files at commit" in said
     [files] = server.commits["me/speller"]
     assert server.private["me/speller"] and server.messages == ["Step 2 of run run-3"]
     model = run.path / "checkpoints" / "step_000002" / "model"
@@ -65,21 +64,21 @@ def test_a_checkpoint_is_one_commit_and_what_is_there_is_only_added_to_when_that
         path.name: path.read_bytes() for path in model.iterdir()
     }
     assert files["plot.png"].startswith(b"\x89PNG")
-    code, said = invoke("push", run.path, "me/speller")
-    assert code == 3 and "me/speller exists with other content (README.md, " in said and "--update" in said
-    assert invoke("push", model.parent, "me/speller", "--update", "--private")[0] == 0
+    said = output_of(3, "push", run.path, "me/speller")
+    assert "me/speller exists with other content (README.md, " in said and "--update" in said
+    output_of(0, "push", model.parent, "me/speller", "--update", "--private")
     assert len(server.commits["me/speller"]) == 2
     server.private["me/speller"] = False
-    code, said = invoke("push", run.path, "me/speller", "--update", "--private")
-    assert code == 3 and "is public" in said and len(server.commits["me/speller"]) == 2
+    assert "is public" in output_of(3, "push", run.path, "me/speller", "--update", "--private")
+    assert len(server.commits["me/speller"]) == 2
 
 
 def test_a_dry_run_shows_the_card_and_the_files_and_contacts_nobody(run: RunDir, server: Hub) -> None:
     record_evaluation(run, {"label": "end", "step": 2, "num_prompts": 200, "accuracy": 0.78, "mean_reward": 0.8585})
     record_evaluation(run, {"label": "end", "step": 3, "num_prompts": 200, "accuracy": 0.9, "mean_reward": 0.9})
     RunDir.reopen(run.config()).retire()  # it goes on with the code of this version
-    code, said = invoke("push", run.path / "checkpoints" / "latest", "me/speller", "--dry-run")
-    assert code == 0 and server.requests == [] and "nothing was sent" in said
+    said = output_of(0, "push", run.path / "checkpoints" / "latest", "me/speller", "--dry-run")
+    assert server.requests == [] and "nothing was sent" in said
     assert "| 2 | 200 | 0.780 (0.718 to 0.832) | 0.859 |" in said and "0.900" not in said, "it is of step 2"
     assert "Oldest token trained on: 1. Tokens over the bound: 0." in said and "| 1 | 48 | 50.0% |" in said
     assert RunData(run.path, run.config().data).digest in said and "transformers 5.19.0" in said
@@ -140,13 +139,10 @@ def test_no_folder_of_any_name_stands_in_a_card(run: RunDir, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "text",
     [
-        "/no_think Solve 3/4 of it: {prompt}",
-        "https://host/a b/v1",
-        "hub:owner/name/file.jsonl",
-        "yes/no, and/or",
+        "/no_think Solve 3/4 of it: {prompt}", "https://host/a b/v1", "hub:owner/name/file.jsonl", "yes/no, and/or",
         "a </think> b/c",
     ],
-)
+)  # fmt: skip
 def test_what_is_no_path_stands_in_a_card_as_it_is(text: str) -> None:
     assert without_folders({"template": [text]}) == {"template": [text]}
 
@@ -154,16 +150,14 @@ def test_what_is_no_path_stands_in_a_card_as_it_is(text: str) -> None:
 @pytest.mark.usefixtures("quick_picture")
 def test_an_adapter_names_its_base_and_goes_without_the_model(run: RunDir, server: Hub) -> None:
     checkpoint = run.path / "checkpoints" / "step_000002"
-    code, said = invoke("push", run.path, "me/adapter", "--adapter")
-    assert code == 3 and "learner.lora.rank = 0" in said
+    assert "learner.lora.rank = 0" in output_of(3, "push", run.path, "me/adapter", "--adapter")
     (checkpoint / "adapter").mkdir()
     (checkpoint / "adapter" / "adapter_config.json").write_text('{"r": 4, "base_model_name_or_path": null}')
     (checkpoint / "adapter" / "adapter_model.safetensors").write_bytes(b"weights")
     assert "its base model is not on the Hub" in invoke("push", run.path, "me/adapter", "--adapter")[1]
     text = (run.path / "config.toml").read_text()
     (run.path / "config.toml").write_text(re.sub(r'model = ".*"', f'model = "{BASE}"', text, count=1))
-    code, said = invoke("push", run.path, "me/adapter", "--adapter")
-    assert code == 0, said
+    output_of(0, "push", run.path, "me/adapter", "--adapter")
     [files] = server.commits["me/adapter"]
     assert json.loads(files["adapter_config.json"]) == {"r": 4, "base_model_name_or_path": "owner/base", "revision": "c" * 40}
     assert "adapter_model.safetensors" in files and "tokenizer.json" in files and "model.safetensors" not in files
@@ -182,8 +176,8 @@ def test_a_file_with_a_secret_stays_here(
     path = run.path / "checkpoints" / "step_000002" / "model" / file
     path.write_bytes(path.read_bytes() + (f"{run.path}/" if secret == "a path" else secret).encode())
     monkeypatch.setattr("async_rlhf.push.upload.verified", lambda checkpoint: None)
-    code, said = invoke("push", run.path, "me/speller")
-    assert code == 3 and f"{file} would hold " in said and "nothing is sent" in said
+    said = output_of(3, "push", run.path, "me/speller")
+    assert f"{file} would hold " in said and "nothing is sent" in said
     assert server.requests == [] and secret not in said.replace("the path", "")
 
 
@@ -191,23 +185,20 @@ def test_a_file_with_a_secret_stays_here(
 def test_what_cannot_be_pushed_is_refused_with_the_reason(
     run: RunDir, server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def refused(path: Path, name: str = "me/speller") -> tuple[int, str]:
-        return invoke("push", path, name)
-
     for name in ("speller", "a/b/c", "me/../x", "me/", "me/a b"):
-        assert refused(run.path, name)[0] == 3 and "give OWNER/NAME" in refused(run.path, name)[1]
-    assert "is no run directory (it has no config.toml), and no checkpoint" in refused(tmp_path / "none")[1]
+        assert "give OWNER/NAME" in output_of(3, "push", run.path, name)
+    said = output_of(3, "push", tmp_path / "none", "me/speller")
+    assert "is no run directory (it has no config.toml), and no checkpoint" in said
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    code, said = refused(run.path)
-    assert code == 3 and "set HF_TOKEN" in said and server.requests == []
+    assert "set HF_TOKEN" in output_of(3, "push", run.path, "me/speller") and server.requests == []
     monkeypatch.setenv("HF_TOKEN", "hf_" + "0" * 34)
-    code, said = refused(run.path)
-    assert code == 1 and "me/speller is not pushed: " in said and "401" in said and "hf_" not in said
+    said = output_of(1, "push", run.path, "me/speller")
+    assert "me/speller is not pushed: " in said and "401" in said and "hf_" not in said
     (run.path / "checkpoints" / "step_000002" / "model" / "config.json").write_text("{}")
-    assert refused(run.path)[0] == 8, "a torn checkpoint"
+    output_of(8, "push", run.path, "me/speller")  # a torn checkpoint
     (run.path / "checkpoints" / "step_000002").rename(run.path / "checkpoints" / "left")
-    assert "has no checkpoint yet" in refused(run.path)[1]
+    assert "has no checkpoint yet" in output_of(3, "push", run.path, "me/speller")
 
 
 @pytest.mark.usefixtures("quick_picture")
@@ -227,10 +218,7 @@ def test_a_server_that_is_no_hub_is_an_error_within_a_limit(
 ) -> None:
     over = threading.Event()
 
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, format: str, *args: Any) -> None:
-            """Quiet."""
-
+    class Handler(Answering):
         def do_GET(self) -> None:
             if not parts:
                 over.wait(60)
@@ -246,13 +234,11 @@ def test_a_server_that_is_no_hub_is_an_error_within_a_limit(
     monkeypatch.setattr("huggingface_hub.utils._detect_agent._registry", None)
     monkeypatch.setattr("async_rlhf.push.upload._ANSWER_S", 1.0)
     monkeypatch.setattr("async_rlhf.push.upload._ANSWER_BYTES", 50_000)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as liar:
-        threading.Thread(target=liar.serve_forever, daemon=True).start()
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{liar.server_port}")
-        code, said = invoke("push", run.path, "me/speller")
+    with serving(Handler) as liar:
+        monkeypatch.setattr(constants, "ENDPOINT", liar)
+        said = output_of(1, "push", run.path, "me/speller")
         over.set()
-        liar.shutdown()
-    assert code == 1 and "me/speller is not pushed: " in said and reason in said
+    assert "me/speller is not pushed: " in said and reason in said
 
 
 def test_a_data_set_of_the_hub_is_read_at_the_commit_that_the_run_keeps(server: Hub, small: Any) -> None:

@@ -104,18 +104,14 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         ((STAY, "exit 0", "exit 1"), 1, "rank 2 ended with code 1"),
     ],
 )
-def test_one_ranks_end_is_the_end_of_all_and_it_is_named(
-    start: Callable[..., tuple[RankProcesses, Counting]], scripts: tuple[str, ...], code: int, words: str
-) -> None:
+def test_one_ranks_end_is_the_end_of_all_and_it_is_named(start: Any, scripts: tuple[str, ...], code: int, words: str) -> None:
     process, launcher = start(*scripts)
     assert process.pid == launcher.started[0].pid and len(launcher.started) == len(scripts)
     wait_for(lambda: process.poll() is not None, "the learner's end")
     assert (process.poll(), process.failure_message()) == (code, words)
 
 
-def test_it_is_as_silent_as_its_most_silent_rank_which_is_named(
-    start: Callable[..., tuple[RankProcesses, Counting]],
-) -> None:
+def test_it_is_as_silent_as_its_most_silent_rank_which_is_named(start: Callable[..., tuple[RankProcesses, Counting]]) -> None:
     process, _ = start(STAY, STAY)
     wait_for(process.read_beats, "a beat of both")
     process.kill()
@@ -131,9 +127,7 @@ def test_a_rank_that_cannot_be_started_leaves_none(start: Callable[..., tuple[Ra
         start(STAY, STAY, STAY, room=2)
 
 
-def test_ranks_are_given_one_free_port_of_the_address(
-    start: Callable[..., tuple[RankProcesses, Counting]], tmp_path: Path
-) -> None:
+def test_ranks_are_given_one_free_port_of_the_address(start: Any, tmp_path: Path) -> None:
     process, _ = start("echo $6 $7; exec sleep 1000", "echo $6 $7; exec sleep 1000")
     logs = [tmp_path / f"{name}.log" for name in ("learner", "learner-rank-1")]
     wait_for(lambda: all(log.read_text().endswith("\n") for log in logs), "what they were given")

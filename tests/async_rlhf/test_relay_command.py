@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from async_rlhf.buffers.clients.control import control
-from async_rlhf.buffers.config import QueueConfig
-from async_rlhf.buffers.hub.hub import Hub
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.transport import keys, link
-from async_rlhf.cli.commands import app
+from tests.buffers.hub.place import Place
+from tests.conftest import Start, invoke
 
 
 @pytest.mark.parametrize(
@@ -30,37 +25,22 @@ from async_rlhf.cli.commands import app
     ],
 )
 def test_a_relay_that_cannot_be_is_refused_with_the_reason(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["serve", "relay", *arguments])
-    assert result.exit_code != 0
-    assert message in result.output
+    code, output = invoke("serve", "relay", *arguments)
+    assert code != 0 and message in output
 
 
-def test_a_relay_whose_key_the_hub_does_not_know_ends_and_says_why(socket_dir: Path, tmp_path: Path) -> None:
+def test_a_relay_whose_key_the_hub_does_not_know_ends_and_says_why(command: Start, socket_dir: Path, tmp_path: Path) -> None:
     for name in ("home", "strangers"):
         keys.create(tmp_path / name, [], link.new_pair)
     shutil.copy(tmp_path / "home" / "hub.public", tmp_path / "strangers" / "hub.public")
-    address, directory = f"ipc://{socket_dir}/hub", tmp_path / "run"
-    hub = Hub(address, directory, QueueConfig(), Bound(1, 1, 1), access=keys.load_hub(tmp_path / "home"))
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(hub.run)
-        arguments = ["serve", "relay", address, f"ipc://{socket_dir}/relay", "--keys", str(tmp_path / "strangers")]
-        result = subprocess.run([sys.executable, "-m", "async_rlhf", *arguments], capture_output=True, text=True, timeout=540)
-        with control(address, timeout_s=60, connect=link.connector(tmp_path / "home")) as operator:
-            operator.halt()
-        running.result(60)
-    assert result.returncode == 1, result
-    assert "the handshake failed" in result.stderr and "this key is not allowed" in result.stderr
+    with closing(Place(tmp_path / "run", f"ipc://{socket_dir}/hub", Bound(1, 1, 1), keys=tmp_path / "home")) as hub:
+        hub.begin()
+        relay = command("serve", "relay", hub.address, f"ipc://{socket_dir}/relay", "--keys", str(tmp_path / "strangers"))
+        relay.ends_with(1, "the handshake failed", "this key is not allowed")
 
 
-def test_a_relay_runs_until_it_is_interrupted(socket_dir: Path) -> None:
-    command = [sys.executable, "-m", "async_rlhf", "serve", "relay", f"ipc://{socket_dir}/hub", f"ipc://{socket_dir}/relay"]
-    relay = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert relay.stdout is not None
-        assert relay.stdout.readline().startswith("relays between ipc://")
-        relay.send_signal(signal.SIGINT)
-        _, errors = relay.communicate(timeout=300)
-        assert relay.returncode == 0, errors
-    finally:
-        relay.kill()
-        relay.communicate()
+def test_a_relay_runs_until_it_is_interrupted(command: Start, socket_dir: Path) -> None:
+    relay = command("serve", "relay", f"ipc://{socket_dir}/hub", f"ipc://{socket_dir}/relay")
+    assert relay.process.stdout.readline().startswith("relays between ipc://")
+    relay.process.send_signal(signal.SIGINT)
+    relay.ends_with(0)

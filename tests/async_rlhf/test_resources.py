@@ -74,7 +74,7 @@ def test_little_room_is_told_once_and_again_when_it_is_over_and_a_disk_that_cann
     assert look(100.0)[2].startswith("the run's disk cannot be looked after: [Errno 2]")
 
 
-def test_little_room_has_a_reason_and_a_disk_that_cannot_be_asked_has_room(
+def test_little_room_has_a_reason_and_a_disk_that_says_nothing_has_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert little_room(tmp_path, 0) == "" and little_room(tmp_path / "none", 1 << 62) == ""

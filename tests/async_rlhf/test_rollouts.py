@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +22,7 @@ from async_rlhf.run import reading
 from async_rlhf.run.loading import load
 from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir
-from tests.conftest import QUICK, REPOSITORY, SMALL, invoke
+from tests.conftest import QUICK, SMALL, output_of, python
 
 JUDGES = """
 import asyncio
@@ -49,20 +47,19 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
 
 
 def test_what_was_trained_on_is_shown_and_says_what_was_taken_back(finished: TrainResult) -> None:
-    code, output = invoke("rollouts", "show", finished.run_dir, "--json")
-    exported = [json.loads(line) for line in output.splitlines()]
-    assert code == 0 and len(exported) == 16 and not any(record["sampled"] for record in exported)
+    exported = [json.loads(line) for line in output_of(0, "rollouts", "show", finished.run_dir, "--json").splitlines()]
+    assert len(exported) == 16 and not any(record["sampled"] for record in exported)
     for record in finished.metrics:
         groups = [group for group in exported if group["step"] == record["step"]]
         assert [group["group"] for group in groups] == record["groups"]
         assert sum(len(each["completion_ids"]) for group in groups for each in group["rollouts"]) == record["num_tokens"]
-    code, output = invoke("rollouts", "show", finished.run_dir, "--group", "5")
-    assert code == 0 and "group 5" in output and "reasoning_gym" in output, output
+    output = output_of(0, "rollouts", "show", finished.run_dir, "--group", "5")
+    assert "group 5" in output and "reasoning_gym" in output
     quarantined = {"group": 5, "prompt": 5, "attempts": 1, "reasons": ["taken back by an operator"]}
     (finished.run_dir / "quarantine.jsonl").write_text(json.dumps(quarantined) + "\n")
-    code, output = invoke("rollouts", "show", finished.run_dir)
+    output = output_of(0, "rollouts", "show", finished.run_dir)
     assert output.count("prompt:") == 4 and "12 more groups: --limit 16 shows all" in output, output
-    code, output = invoke("rollouts", "show", finished.run_dir, "--limit", "16")
+    output = output_of(0, "rollouts", "show", finished.run_dir, "--limit", "16")
     assert output.count("QUARANTINED: taken back by an operator") == 1 and "more groups" not in output, output
 
 
@@ -80,15 +77,13 @@ def test_a_learner_alone_learns_the_same_bit_for_bit_or_something_else_with_othe
     first = (finished.checkpoint / "model.safetensors").read_bytes()
     other = ["--set", "advantage.scale_by_std=false", "--set", "learner.ranks=2"]
     for name, sets, is_same in (("again", [], True), ("other", other, False)):
-        code, output = invoke("rollouts", "replay", finished.run_dir, "--name", name, *sets)
-        assert code == 0 and "4 steps learned again" in output, output
+        assert "4 steps learned again" in output_of(0, "rollouts", "replay", finished.run_dir, "--name", name, *sets)
         model = finished.run_dir.parent / name / "checkpoints" / "latest" / "model" / "model.safetensors"
         assert (model.read_bytes() == first) == is_same
 
 
 def test_a_trace_shows_every_stage_of_every_rollout_in_its_order(finished: TrainResult) -> None:
-    code, output = invoke("rollouts", "trace", finished.run_dir)
-    assert code == 0 and "open it in ui.perfetto.dev" in output
+    assert "open it in ui.perfetto.dev" in output_of(0, "rollouts", "trace", finished.run_dir)
     events = json.loads((finished.run_dir / "trace.json").read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["ph"] == "M"}
     assert names == {"learner", "steps", "actor-0", "engine", "weights", "rollouts"}
@@ -157,9 +152,7 @@ def test_a_reward_and_a_source_of_one_name_are_two_lines() -> None:
     assert panels["Held-out reward, each source"] == {"maths": [(10, 5.0)], "code": [(10, 6.0)]}
 
 
-def test_a_long_run_is_drawn_from_steps_at_even_distances(
-    small: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_run_is_drawn_from_steps_at_even_distances(small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDir.create(small())
     run.metrics.write_text("".join(json.dumps({"step": step, "reward": step / 1e5}) + "\n" for step in range(1, 100_001)))
     monkeypatch.setattr(reading, "_WHOLE_BYTES", 1 << 20)
@@ -196,5 +189,5 @@ def test_what_cannot_be_drawn_is_refused_with_the_way_out(small: Callable[..., A
         "import sys; sys.modules['matplotlib'] = None; from async_rlhf.cli.app import app; import async_rlhf.cli.commands; "
         f"app(['plot', {str(run.path)!r}])"
     )
-    found = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    found = python("-c", code)
     assert found.returncode == 3 and "pip install 'async-rlhf[plot]'" in found.stderr, found.stderr

@@ -27,17 +27,10 @@ LONG = {"prompt": "x" * 97, "answer": 0}
 def test_rows_of_python_are_trained_on_by_a_run_that_goes_on_without_them_until_they_end(tmp_path: Path) -> None:
     """11 rows, 4 groups a batch: two full steps and one of three groups; then the run has ended, not hung."""
     overrides = {
-        **SMALL,
-        "output_dir": str(tmp_path / "runs"),
-        "data.held_out": 0,
-        "data.on_overlong": "drop",
-        "data.epochs": 1,
-        "rewards.functions": ["exact"],
-        "evaluation.at_start": True,
-        "evaluation.at_end": True,
-        "queue.keep_rollouts": True,
+        **SMALL, "output_dir": str(tmp_path / "runs"), "data.held_out": 0, "data.on_overlong": "drop", "data.epochs": 1,
+        "rewards.functions": ["exact"], "evaluation.at_start": True, "evaluation.at_end": True, "queue.keep_rollouts": True,
         "max_steps": 2,
-    }
+    }  # fmt: skip
     first = train(QUICK, data=iter([WORDS[0], LONG, *WORDS[1:]]), overrides=overrides, quiet=True)
     assert first.finished and first.evaluations == [], "nothing is held out, so nothing is evaluated"
     logs = {path.stem for path in (first.run_dir / "logs").iterdir()}
@@ -48,9 +41,7 @@ def test_rows_of_python_are_trained_on_by_a_run_that_goes_on_without_them_until_
     config = first.run_dir / "config.toml"
     second = train(config, overrides={"max_steps": 100}, resume=True, quiet=True)
     assert [len(record["groups"]) for record in second.metrics] == [4, 4, 3] and second.finished
-    trained = {
-        record["group"]: (record["prompt"], record["columns"]) for record in records(Reading(RunDir.existing(second.run_dir)))
-    }
+    trained = {record["group"]: (record["prompt"], record["columns"]) for record in records(Reading(RunDir(second.run_dir)))}
     assert sorted(trained) == list(range(11))
     for group, (prompt, columns) in trained.items():
         row = WORDS[prompt_number(0, group, len(WORDS))]

@@ -99,9 +99,7 @@ def test_the_line_of_a_step_is_found_from_the_end(tmp_path: Path) -> None:
 def test_lines_that_are_no_records_are_counted_and_the_rest_is_read(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     tail = Tail(path)
-    path.write_bytes(
-        steps(1).encode() + b"\0" * 5000 + b"\n" + b"[1]\n{\r]\n\xff\n" + b"[" * 100_000 + b"\n" + steps(2).encode()
-    )
+    path.write_bytes(steps(1).encode() + b"\0" * 5000 + b"\n[1]\n{\r]\n\xff\n" + b"[" * 100_000 + b"\n" + steps(2).encode())
     assert seen(tail) == [1, 2] and tail.unreadable == 5
     assert [record["step"] for record in read_lines(path)] == [1, 2] and seen(Tail(path, 100)) == [2]
     with pytest.raises(DamagedError, match=r"metrics.jsonl is damaged: 5 lines are no JSON objects, the first is line 2"):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,7 +17,7 @@ from async_rlhf import start, train
 from async_rlhf.api import Run, in_python
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.run.run_dir import RunDir
-from tests.conftest import QUICK, SMALL
+from tests.conftest import QUICK, SMALL, python
 
 
 class StopAt(Exception):
@@ -211,13 +209,7 @@ if __name__ == "__main__":
 def test_a_program_that_ends_drains_its_run_and_says_how_it_goes_on(tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text(ENDS)
     overrides = {**SMALL, "max_steps": 100_000, "checkpoint.save_every": 1000, "output_dir": str(tmp_path / "runs")}
-    done = subprocess.run(
-        [sys.executable, "ends.py", str(QUICK), json.dumps(overrides)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = python("ends.py", QUICK, json.dumps(overrides), cwd=tmp_path)
     assert done.returncode == 0 and "drains (the program ends)" in done.stderr, done.stderr
     assert "has drained; resume=True goes on with it" in done.stderr
     run = RunDir(tmp_path / "runs/quick")

@@ -8,9 +8,8 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,15 +24,7 @@ from async_rlhf.launch.run_lock import LockHolder, RunLock, holder, is_held, sig
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision.supervisor import Supervisor
 from tests.async_rlhf.test_rank_processes import Idling
-from tests.conftest import Command, invoke, wait_for
-
-HOLD = """
-import subprocess, sys
-from pathlib import Path
-from async_rlhf.launch.run_lock import RunLock
-lock = RunLock.take(Path(sys.argv[1]))
-print("held", flush=True)
-"""
+from tests.conftest import Hold, Train, output_of, wait_for
 
 
 @pytest.fixture
@@ -41,27 +32,9 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "lock"
 
 
-@pytest.fixture
-def hold(path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """`hold(then)`: another process that has taken the lock and written its name there, runs `then`, and waits."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(then: str = "", path: Path = path) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", f"{HOLD}{then}\nsys.stdin.read()", str(path)]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        started.append(process)
-        assert process.stdout is not None and process.stdout.readline() == "held\n"
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate(timeout=300)
-
-
-def test_who_inherited_it_is_waited_for_and_named(path: Path, hold: Callable[..., subprocess.Popen[str]]) -> None:
+def test_who_inherited_it_is_waited_for_and_named(path: Path, hold: Hold) -> None:
     """The roles of a killed supervisor: nothing may begin beside them."""
-    parent = hold("print(subprocess.Popen(['sleep', '1000'], pass_fds=(lock.descriptor,)).pid, flush=True)")
+    parent = hold(path, "print(subprocess.Popen(['sleep', '1000'], pass_fds=(lock.descriptor,)).pid, flush=True)")
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
     parent.kill()
@@ -79,7 +52,7 @@ def test_who_inherited_it_is_waited_for_and_named(path: Path, hold: Callable[...
 
 
 def test_a_lock_that_a_file_system_has_given_to_another_process_is_lost_and_rubbish_is_no_other_process(
-    path: Path, hold: Callable[..., subprocess.Popen[str]]
+    path: Path, hold: Hold
 ) -> None:
     lock = RunLock.take(path)
     own = path.read_text()
@@ -89,7 +62,7 @@ def test_a_lock_that_a_file_system_has_given_to_another_process_is_lost_and_rubb
     path.write_text(own)
     assert not lock.is_lost(path)
     fcntl.flock(lock.descriptor, fcntl.LOCK_UN)
-    process = hold()
+    process = hold(path)
     assert not RunLock(os.dup(lock.descriptor)).is_lost(path), "who inherited it does not decide"
     assert lock.is_lost(path) and holder(path) == LockHolder(socket.gethostname(), process.pid)
 
@@ -104,29 +77,22 @@ def test_a_run_whose_directory_another_host_has_taken_ends_its_processes_and_lea
     assert exit_code(InterruptedRunError()) == INTERRUPTED, "a daemon that started it does not call it failed"
 
 
-def test_only_who_holds_the_lock_is_signalled(path: Path, hold: Callable[..., subprocess.Popen[str]]) -> None:
+def test_only_who_holds_the_lock_is_signalled(path: Path, hold: Hold) -> None:
     bystander = subprocess.Popen(["sleep", "1000"])
     try:
         said = json.dumps({"host": socket.gethostname(), "pid": bystander.pid})
         path.write_text(said)
         with pytest.raises(ConfigError, match="is not running"):
             signal_holder(path, signal.SIGKILL)
-        process = hold()
+        process = hold(path)
         path.write_text(said)
         with pytest.raises(ConfigError, match=rf"has no supervisor.*{process.pid}"):
             signal_holder(path, signal.SIGKILL)
         path.write_text(json.dumps({"host": "elsewhere", "pid": process.pid}))
         with pytest.raises(ConfigError, match=rf"running on another host \(process {process.pid} on host elsewhere\)"):
             signal_holder(path, signal.SIGKILL)
-        for rubbish in (
-            "",
-            "{",
-            "[]",
-            '{"host": 1, "pid": 2}',
-            '{"host": "a", "pid": -1}',
-            '{"host": "a", "pid": true}',
-            "\0" * 9,
-        ):
+        wrong = ({"host": 1, "pid": 2}, {"host": "a", "pid": -1}, {"host": "a", "pid": True})
+        for rubbish in ("", "{", "[]", "\0" * 9, *map(json.dumps, wrong)):
             path.write_text(rubbish)
             with pytest.raises(ConfigError, match="does not say where"):
                 signal_holder(path, signal.SIGKILL)
@@ -149,14 +115,13 @@ def test_what_is_no_file_in_its_place_is_refused_at_once(path: Path, make: Calla
 
 
 def test_a_command_on_a_run_that_another_process_has_is_refused_until_that_is_killed(
-    small: Any, small_arguments: Callable[..., list[str]], tmp_path: Path, hold: Callable[..., subprocess.Popen[str]]
+    small: Any, small_arguments: Callable[..., list[str]], tmp_path: Path, hold: Hold
 ) -> None:
     RunDir.create(small()).retire()
-    process = hold(path=small().run_dir / "lock")
+    process = hold(small().run_dir / "lock")
     assert holder(small().run_dir / "lock") == LockHolder(socket.gethostname(), process.pid)
-    code, output = invoke(*small_arguments(), "--resume")
-    assert code == 3 and f"is running (process {process.pid} on host" in output, output
-    assert "stop it first: async-rlhf stop" in output
+    output = output_of(3, *small_arguments(), "--resume")
+    assert f"is running (process {process.pid} on host" in output and "stop it first: async-rlhf stop" in output
     with pytest.raises(ConfigError, match="is running"):
         RunDir.reopen(small())
     process.kill()
@@ -164,37 +129,29 @@ def test_a_command_on_a_run_that_another_process_has_is_refused_until_that_is_ki
     lock = RunLock.take(small().run_dir / "lock")
     assert holder(small().run_dir / "lock") == LockHolder(socket.gethostname(), os.getpid())
     lock.release()
-    code, output = invoke("stop", small().run_dir)
-    assert code == 3 and "is not running" in output, output
+    assert "is not running" in output_of(3, "stop", small().run_dir)
 
 
 @pytest.mark.rest
-def test_of_two_at_the_same_time_exactly_one_goes_on(
-    command: Callable[..., Command], small: Any, small_arguments: Callable[..., list[str]]
-) -> None:
+def test_of_two_at_the_same_time_exactly_one_goes_on(training: Train, small: Any) -> None:
     RunDir.create(small(max_steps=100_000)).retire()
-    both = [command(*small_arguments(max_steps=100_000), "--resume") for _ in range(2)]
+    both = [training("--resume", max_steps=100_000) for _ in range(2)]
     lost = wait_for(lambda: next((each for each in both if each.process.poll() is not None), None), "the one that is refused")
-    code, output = lost.finish()
     (won,) = (each for each in both if each is not lost)
-    assert code == 3 and f"process {won.process.pid} on host" in output, output
-    run = RunDir.existing(small().run_dir)
-    wait_for(run.read_metrics, "a step")
+    lost.ends_with(3, f"process {won.process.pid} on host")
+    won.reach(1)
     assert won.process.poll() is None
     with pytest.raises(ConfigError, match="is running"):
         RunDir.reopen(small(max_steps=100_000))
-    assert invoke("stop", run.path)[0] == 0
-    code, output = won.finish()
-    assert code == 0, output
-    assert not run.is_alive() and invoke("stop", run.path)[0] == 3
+    output_of(0, "stop", won.run.path)
+    won.ends_with(0)
+    assert not won.run.is_alive()
+    output_of(3, "stop", won.run.path)
 
 
-def test_nothing_begins_beside_a_frozen_learner_of_a_killed_supervisor(
-    command: Callable[..., Command], small: Any, small_arguments: Callable[..., list[str]]
-) -> None:
-    started, config = command(*small_arguments(max_steps=500)), small(max_steps=500)
-    metrics = config.run_dir / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.stat().st_size, "a step")
+def test_nothing_begins_beside_a_frozen_learner_of_a_killed_supervisor(training: Train, small: Any) -> None:
+    started, config = training(max_steps=500), small(max_steps=500)
+    started.reach(1)
     learner, family = started.child("learner"), started.family()
     learner.suspend()
     started.process.kill()
@@ -202,10 +159,8 @@ def test_nothing_begins_beside_a_frozen_learner_of_a_killed_supervisor(
         assert psutil.wait_procs([each for each in family if each != learner], 120)[1] == [], "they end by themselves"
         with pytest.raises(ConfigError, match=rf"processes of an earlier start still hold .*: {learner.pid} \(learner\)"):
             RunDir.reopen(config)
-        assert (
-            f"has no supervisor that can be seen from here; processes that hold its lock: {learner.pid} (learner)"
-            in invoke("stop", config.run_dir)[1]
-        )
+        seen = "has no supervisor that can be seen from here; processes that hold its lock:"
+        assert f"{seen} {learner.pid} (learner)" in output_of(3, "stop", config.run_dir)
     finally:
         learner.kill()
     run = RunDir.reopen(config)

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.cli.commands import app
 from async_rlhf.launch.local import LocalLauncher, LocalProcess
 from async_rlhf.launch.machine import parse, shown_devices, this_machine, visible
 from async_rlhf.launch.placement import Host
@@ -28,7 +26,7 @@ from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision.evaluator import Evaluator
 from async_rlhf.run.supervision.hooks import Events
 from tests.async_rlhf.test_supervisor import Heard
-from tests.conftest import QUICK, toml
+from tests.conftest import QUICK, SPELLER, output_of, sets
 
 GIB = 1 << 30
 BOX = {"devices": 8, "device_memory": 80 * GIB, "cpus": 64}
@@ -57,9 +55,7 @@ def test_numbers_count_what_is_shown_to_the_supervisor(small: Any, monkeypatch: 
     assert found == [{"CUDA_VISIBLE_DEVICES": each} for each in ("3", "GPU-5e", "MIG-7")]
 
 
-def test_devices_beyond_those_that_are_shown_are_refused_before_anything_starts(
-    small: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_beyond_those_that_are_shown_are_refused_before_a_start(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     with pytest.raises(ConfigError, match=r"device 2 of this machine, but CUDA_VISIBLE_DEVICES = '3,5' shows 2 devices"):
         prepare(small(**CUDA, **{"placement.hosts": [BOX]}))
@@ -125,38 +121,25 @@ def test_a_device_is_chosen_once(small: Any) -> None:
         placement_of(small(**{"engine.device": "cuda:1"}), (Host(devices=2),))
 
 
-def check(*overrides: str, **settings: Any) -> tuple[int, str]:
-    sets = [*overrides, *(f"{key}={toml(value)}" for key, value in settings.items())]
-    result = CliRunner().invoke(app, ["check", str(QUICK), *(word for each in sets for word in ("--set", each))])
-    return result.exit_code, result.output
-
-
 def test_check_says_what_a_run_will_do_where_each_process_is_and_what_it_takes(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("prompt,answer\n" + "é,a\n" * 20)
     own = {"data.source": str(tmp_path / "rows.csv"), "data.options": {}, "data.held_out": 0, "rewards.functions": ["exact"]}
     hosts = [{**BOX, "devices": 3}, {**TWO[1], "devices": 2}]
     boxes = {**CUDA, "placement.hosts": hosts, "learner.ranks": 2, "scoring.placement": "process"}
     spool = {
-        **own,
-        "data.source": f"spool:{tmp_path / 'spool'}",
-        "data.held_out": "none",
-        "data.epochs": 3,
-        "max_steps": "none",
-    }
+        **own, "data.source": f"spool:{tmp_path / 'spool'}", "data.held_out": "none", "data.epochs": 3, "max_steps": "none",
+    }  # fmt: skip
     for settings, expected in (
         ({"queue.max_staleness": 4}, ["16 groups a step: at most 80 groups are generated ahead"]),
         ({"actors.count": 2}, ["memory of this machine: about .* learner .*actor 2 x "]),
         (own, ["good. 20 training prompts, 0 held out", "20 prompts have characters .* no token for, and does not see: é"]),
-        (
-            spool,
-            ["training prompts come into", "each for 3 groups", "until it is stopped", "makes it, and waits for"],
-        ),
+        (spool, ["training prompts come into", "each for 3 groups", "until it is stopped", "makes it, and waits for"]),
     ):
-        code, output = check(**settings)
-        assert code == 0 and all(re.search(each, " ".join(output.split())) for each in expected), output
+        output = " ".join(output_of(0, "check", QUICK, *sets(settings)).split())
+        assert all(re.search(each, output) for each in expected), output
     assert not (tmp_path / "spool").exists()
-    code, output = check(**boxes)
-    assert code == 3 and "places processes on b, but launch.kind = 'local' reaches this machine only" in output
+    refused = "places processes on b, but launch.kind = 'local' reaches this machine only"
+    assert refused in output_of(3, "check", QUICK, *sets(boxes))
     config = load(QUICK, boxes)
     inventory = inventory_of(config, ())
     placement = placement_of(config, inventory)
@@ -202,18 +185,14 @@ def test_on_each_host_actors_have_a_scorer_and_where_they_are_several_a_relay(sm
             {"placement.hosts": [{"devices": 2, "device_memory": 2 * GIB}], "engine.slots": 4096},
             r"actor-0 needs about actor .*keys and values .* of device 1 .*; nearest that fits: engine\.kv_bytes = \d+",
         ),
-        (
-            {"placement.hosts": [{"devices": 1}, {"name": "b", "devices": 1}, {"name": "b"}]},
-            "placement.hosts.*two hosts are called 'b'",
-        ),
+        ({"placement.hosts": [{"devices": 1}, {"name": "b"}, {"name": "b"}]}, "placement.hosts.*two hosts are called 'b'"),
         ({"placement.hosts": [{"name": "me@a"}, {"name": "-v"}]}, r"placement.hosts.*'-v'"),
         ({"placement.hosts": [{"devices": 1}, {"devices": 1}]}, "host 2 has no name; only the first may go without"),
         ({"actors.count": "all"}, "actors.count = 'all': it is a whole number from 1 to 1024, or \"fill\""),
     ],
 )
 def test_what_collides_or_does_not_fit_is_refused_with_what_does(settings: dict[str, Any], message: str) -> None:
-    code, output = check(**{**CUDA, **settings})
-    assert code == 3 and re.search(message, " ".join(output.split())), output
+    assert re.search(message, " ".join(output_of(3, "check", QUICK, *sets({**CUDA, **settings})).split()))
 
 
 def test_vllm_gets_the_share_of_a_device_that_it_has_beside_the_learner(small: Any) -> None:
@@ -231,7 +210,7 @@ def test_vllm_gets_the_share_of_a_device_that_it_has_beside_the_learner(small: A
 def test_an_engine_that_does_not_fit_is_offered_what_does(small: Any, tmp_path: Path) -> None:
     """By the headers of a model of 8 billion numbers: a file with a hole holds no byte of them."""
     header = json.dumps({"w": {"dtype": "BF16", "shape": [8_000_000, 1000], "data_offsets": [0, 16_000_000_000]}}).encode()
-    shutil.copytree(QUICK.parent / "models/tiny-speller", model := tmp_path / "model")
+    shutil.copytree(SPELLER, model := tmp_path / "model")
     with (model / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 16_000_000_000)

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from async_rlhf.cli.commands import app
 from async_rlhf.experiments.staleness.archive import keep_sweep
 from async_rlhf.experiments.staleness.cells import given
 from async_rlhf.experiments.staleness.config import SweepConfig
@@ -23,6 +21,7 @@ from async_rlhf.run.loading import changed, differences, dump, load, override
 from async_rlhf.run.run_dir import RunDir, keep_config
 from async_rlhf.run.tracking import opened
 from async_rlhf.serve.queue_dir import QueueDir
+from tests.conftest import output_of
 
 KEY = "T0-SECRET"
 SECRETS: dict[str, Any] = {"hooks.url": f"https://hooks.example/{KEY}", "hooks.command": ["/bin/sh", "-c", f"echo {KEY}"]}
@@ -96,9 +95,8 @@ def test_another_host_is_given_none(small: Any) -> None:
     "wrong", [{"hooks.url": f"htps://{KEY}"}, {"hooks.command": f"sh '{KEY}"}, {"hooks.command": [KEY]}, {"hooks.url": [KEY]}]
 )
 def test_what_is_wrong_with_a_secret_is_said_without_it(small_arguments: Any, wrong: dict[str, Any], small: Any) -> None:
-    code_and_output = CliRunner().invoke(app, ["check", *small_arguments(**wrong)[1:]])
-    assert code_and_output.exit_code == 3
-    assert f"{next(iter(wrong))}" in code_and_output.output and KEY not in code_and_output.output
+    output = output_of(3, "check", *small_arguments(**wrong)[1:])
+    assert f"{next(iter(wrong))}" in output and KEY not in output
 
 
 def test_a_sweep_keeps_and_shows_asterisks(tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.watch.completions import group_lines
 from tests import oracles
+from tests.conftest import SPELLER, Train
 
 pytestmark = pytest.mark.rest
 
-MODEL = Path(__file__).resolve().parents[2] / "configs" / "models" / "tiny-speller"
 # Of turns before the user's last message what stands before the first "e" is left out, as reasoning is elsewhere.
 TEMPLATE = """{%- set ns = namespace(last=0) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
@@ -59,34 +59,29 @@ def caller(prompt, answer, seed):
     yield Call(2, user("no more"), trained=False)
     yield Score(0.01 * len(set(first.text + last.text)) + (other.text == answer))
 """
-Train = Callable[..., tuple[RunDir, list[dict[str, Any]], list[Group]]]
+Trained = Callable[..., tuple[RunDir, list[dict[str, Any]], list[Group]]]
 
 
 @pytest.fixture
-def trained(command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path) -> Train:
+def trained(training: Train, tmp_path: Path) -> Trained:
     """A run of an environment, whose log-probabilities, also under the reference, are those of plain passes; its metrics, and
     what was trained on."""
 
     def train(source: str, name: str, template: str, **more: Any) -> tuple[RunDir, list[dict[str, Any]], list[Group]]:
-        model = shutil.copytree(MODEL, tmp_path / "model")
+        model = shutil.copytree(SPELLER, tmp_path / "model")
         (model / "chat_template.jinja").write_text(template)
         (tmp_path / "played.py").write_text(source)
         settings = {
             "name": "played",
             "model": str(model),
             "environment.function": str(tmp_path / f"played.py:{name}"),
-            "rewards.functions": [],
-            "generation.max_completion_length": 12,
-            "generation.max_episode_length": 300,
-            "queue.max_staleness": 1,
-            "queue.keep_rollouts": True,
-            "learner.learning_rate": 1e-3,
-            "loss.kl_coef": 0.01,
+            "rewards.functions": [], "generation.max_completion_length": 12, "generation.max_episode_length": 300,
+            "queue.max_staleness": 1, "queue.keep_rollouts": True, "learner.learning_rate": 1e-3, "loss.kl_coef": 0.01,
             "scoring.stages.reference": {"placement": "actor", "stream_tokens": 4},
-        }
-        code, output = command(*small_arguments(**settings | more)).finish()
-        assert code == 0, output
-        run = RunDir(tmp_path / "runs" / "played")
+        }  # fmt: skip
+        started = training(**settings | more)
+        started.ends_with(0)
+        run = started.run
         records = run.read_metrics()
         assert len(records) == 4 and all(record["staleness/max"] <= 1 for record in records)
         assert all(record["episodes/mean_turns"] == 3 for record in records)
@@ -108,7 +103,7 @@ def trained(command: Callable[..., Any], small_arguments: Callable[..., list[str
     return train
 
 
-def test_episodes_of_several_rows_are_sampled_scored_and_trained_on(trained: Train) -> None:
+def test_episodes_of_several_rows_are_sampled_scored_and_trained_on(trained: Trained) -> None:
     run, records, groups = trained(ENVIRONMENT, "thrice", TEMPLATE, **{"data.chat": True, "environment.render": "split"})
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     numbers = {len(rollout.restarts) for rollout in rollouts}
@@ -120,7 +115,7 @@ def test_episodes_of_several_rows_are_sampled_scored_and_trained_on(trained: Tra
     assert all(" anew " in group_lines(record) for record in exported if any(each["restarts"] for each in record["rollouts"]))
 
 
-def test_an_agent_is_sampled_scored_and_trained_on(trained: Train) -> None:
+def test_an_agent_is_sampled_scored_and_trained_on(trained: Trained) -> None:
     """Its first prompts are the same in some groups, and in others not."""
     template = TEMPLATE.replace("m.content.split('e', 1)[-1] if m.role == 'assistant' and loop.index0 < ns.last else ", "")
     kind = {"advantage.kind": "reinforce_pp", "advantage.gamma": 0.9}

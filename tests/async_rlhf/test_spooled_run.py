@@ -5,19 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.spool.claims import RejectedLine
 from async_rlhf.buffers.spool.deposit import end, put
 from async_rlhf.buffers.spool.stream import PromptStream
-from async_rlhf.cli.commands import app
 from async_rlhf.inspect.rollouts import records, replay
 from async_rlhf.inspect.status import lines, read
 from async_rlhf.learner.loop.budget import Budget, Spent
@@ -27,7 +24,7 @@ from async_rlhf.run.display.console import StepPace
 from async_rlhf.run.loading import load
 from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir, RunEnd
-from tests.conftest import QUICK, has_ended, wait_for
+from tests.conftest import QUICK, Train, has_ended, output_of, trained_groups, wait_for
 
 
 def fed(spool: Path, **more: Any) -> dict[str, Any]:
@@ -40,20 +37,16 @@ def prompts(first: int, count: int) -> list[bytes]:
     return [json.dumps({"prompt": f"word {n}", "answer": n, "n": n}).encode() for n in range(first, first + count)]
 
 
-def test_a_run_is_fed_while_hub_and_learner_are_killed_and_uses_every_row_as_often_as_promised(
-    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
-) -> None:
-    spool, run = tmp_path / "spool", tmp_path / "runs" / "quick"
+def test_a_run_is_fed_while_hub_and_learner_are_killed_and_uses_each_row_as_promised(training: Train, tmp_path: Path) -> None:
+    spool = tmp_path / "spool"
     settings = fed(spool, **{"data.epochs": 2, "queue.keep_rollouts": True, "queue.max_staleness": 2})
-    started = command(*small_arguments(**settings))
-
-    def waits_for_prompts() -> bool:
-        return RunDir(run).read_ledger().get("waits_for_prompts") is True
+    started = training(**settings)
+    run = started.run
 
     def trained() -> int:
-        return sum(len(record["groups"]) for record in RunDir(run).read_metrics())
+        return len(trained_groups(run.path))
 
-    wait_for(waits_for_prompts, "a learner without prompts")
+    wait_for(lambda: run.read_ledger().get("waits_for_prompts") is True, "a learner without prompts")
     put(spool, prompts(0, 7))
     bad = spool / "bad.jsonl"  # a name that comes after those of `put`: what is put next would be read before it
     bad.write_bytes(b'{"prompt": "no answer"}\nno JSON\n' + prompts(7, 1)[0])
@@ -68,23 +61,23 @@ def test_a_run_is_fed_while_hub_and_learner_are_killed_and_uses_every_row_as_oft
     put(spool, prompts(20, 9))
     wait_for(lambda: has_ended(learner), "the learner's end")
     end(spool)
-    code, output = started.finish()
-    assert code == 0 and "all data used" in output, output
+    started.ends_with(0, "all data used")
 
-    finished = RunDir(run)
-    of_group = {record["group"]: record["columns"] for record in records(Reading(finished))}
+    of_group = {record["group"]: record["columns"] for record in records(Reading(run))}
     assert {group: columns["n"] for group, columns in of_group.items()} == {group: group // 2 for group in range(58)}
-    metrics = finished.read_metrics()
-    assert sorted(number for record in metrics for number in record["groups"]) == list(range(58))
+    metrics = run.read_metrics()
+    assert sorted(trained_groups(run.path)) == list(range(58))
     assert [len(record["groups"]) for record in metrics] == [4] * 14 + [2]
-    shown = lines(finished, read(Reading(finished)))
-    assert shown[0] == f"{run}: finished, step 15"
+    shown = lines(run, read(Reading(run)))
+    assert shown[0] == f"{run.path}: finished, step 15"
     assert any("29 rows have come, 2 lines were set aside" in line and line.endswith("no more will") for line in shown), shown
-    set_aside = [json.loads(line) for path in (run / "data/spool/rejected").iterdir() for line in path.read_text().splitlines()]
+    set_aside = [
+        json.loads(line) for path in (run.path / "data/spool/rejected").iterdir() for line in path.read_text().splitlines()
+    ]
     assert [(record["line"], record["row"]) for record in set_aside] == [(1, '{"prompt": "no answer"}'), (2, "no JSON")]
     assert "needs the column 'answer'" in set_aside[0]["reason"] or "answer" in set_aside[0]["reason"]
 
-    again = replay(finished, finished.config().model_copy(update={"name": "again"}))
+    again = replay(run, run.config().model_copy(update={"name": "again"}))
     assert [record["groups"] for record in again.read_metrics()] == [record["groups"] for record in metrics]
 
 
@@ -178,11 +171,11 @@ def test_rows_are_put_and_the_spool_is_ended_by_the_command(tmp_path: Path) -> N
     (tmp_path / "rows.jsonl").write_bytes(b"\n".join(prompts(0, 3)))
     spool = tmp_path / "spool"
     spool.mkdir()
-    assert CliRunner().invoke(app, ["spool", "put", str(spool), str(tmp_path / "rows.jsonl")]).output.startswith("3 rows, ")
-    assert CliRunner().invoke(app, ["spool", "put", str(spool), "-"], input='{"prompt": "a"}\n').output == "1 rows, 16 bytes\n"
-    assert CliRunner().invoke(app, ["spool", "end", str(spool)]).exit_code == 0
-    refused = CliRunner().invoke(app, ["spool", "put", str(spool), "-"], input="{}\n")
-    assert refused.exit_code == 3 and len(os.listdir(spool)) == 3
+    assert output_of(0, "spool", "put", spool, tmp_path / "rows.jsonl").startswith("3 rows, ")
+    assert output_of(0, "spool", "put", spool, "-", input='{"prompt": "a"}\n') == "1 rows, 16 bytes\n"
+    output_of(0, "spool", "end", spool)
+    output_of(3, "spool", "put", spool, "-", input="{}\n")
+    assert len(os.listdir(spool)) == 3
 
 
 def test_a_run_without_an_end_goes_on_until_a_budget_ends_it(small: Any) -> None:

@@ -43,9 +43,7 @@ def test_shares_add_up_are_at_least_one_and_within_one_of_the_exact_share(weight
 
 
 @given(strategies, parts_of_a_host, st.integers(1, 64))
-def test_sets_cover_the_host_and_are_disjoint_where_the_strategy_says_so(
-    strategy: Strategy, parts: set[Part], num_cpus: int
-) -> None:
+def test_sets_cover_the_host_and_are_disjoint_where_that_is_said(strategy: Strategy, parts: set[Part], num_cpus: int) -> None:
     try:
         sets = cpu_sets(strategy, parts, Host(cpus=num_cpus))
     except ConfigError as error:
@@ -109,15 +107,10 @@ def test_a_host_under_two_names_divides_its_cpus_once() -> None:
 
 
 runs_with_a_scorer = st.builds(
-    WantedNodes,
-    ranks=st.integers(1, 3),
-    rank_devices=st.sampled_from([0, 1]),
-    actors=st.integers(1, 6),
-    actor_devices=st.sampled_from([0, 1, 2]),
-    scorer=st.just(True),
-    scorer_devices=st.sampled_from([0, 1]),
+    WantedNodes, ranks=st.integers(1, 3), rank_devices=st.sampled_from([0, 1]), actors=st.integers(1, 6),
+    actor_devices=st.sampled_from([0, 1, 2]), scorer=st.just(True), scorer_devices=st.sampled_from([0, 1]),
     actor_share=st.just(0.4),
-)
+)  # fmt: skip
 hosts_with_devices = st.lists(st.tuples(st.integers(4, 8), st.integers(2, 32)), min_size=1, max_size=4).map(
     lambda found: tuple(Host(name=f"h{n}" if n else "", devices=devices, cpus=cpus) for n, (devices, cpus) in enumerate(found))
 )
@@ -155,7 +148,7 @@ def test_whatever_is_placed_parts_that_are_apart_share_neither_cpus_nor_devices(
         ((Host(cpus=8),), {"strategy": "flattening", "actors": "fill"}, "actors.count = 'fill' .* set a number"),
     ],
 )
-def test_a_strategy_that_cannot_be_is_refused_with_the_nearest_that_can(
+def test_a_strategy_that_cannot_be_is_refused_with_the_nearest(
     hosts: tuple[Host, ...], wanted: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):

@@ -30,9 +30,8 @@ from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir, RunEnd
 from async_rlhf.run.supervision import supervisor as supervising
 from async_rlhf.run.supervision.supervisor import Supervisor
-from tests.async_rlhf.test_faults import steps, trained_groups
 from tests.async_rlhf.test_rank_processes import Idle, Idling
-from tests.conftest import Command, file_size_limit, wait_for
+from tests.conftest import Train, file_size_limit, steps, trained_groups, wait_for
 
 
 class Heard(Progress):
@@ -50,106 +49,69 @@ class Heard(Progress):
 
 
 class Spoiling(LocalLauncher):
-    """Starts the role of this name with arguments that it cannot be run with, but for its first `good` lives."""
-
-    def __init__(self, run: RunDir, name: str, *arguments: str, good: int = 1) -> None:
-        super().__init__(run.lock)
-        self._name, self._arguments, self._good, self._lives = name, arguments, good, 0
+    """Starts the learner with arguments that it cannot be run with."""
 
     def start(self, run_dir: Path, node: Node) -> LocalProcess:
-        self._lives += node.name == self._name
-        spoilt = node.name == self._name and self._lives > self._good
-        return super().start(run_dir, replace(node, arguments=self._arguments) if spoilt else node)
+        spoilt = replace(node, arguments=("one", "two", "too many"))
+        return super().start(run_dir, spoilt if node.role == "learner" else node)
 
 
-def told(run: Path) -> str:
+def told(run: RunDir) -> str:
     """The address of a live run's hub, once it listens."""
 
     def look() -> str:
-        sockets = RunDir.existing(run).sockets() if (run / "config.toml").exists() else None
+        sockets = run.sockets() if run.exists else None
         return hub_address(sockets) if sockets is not None and (sockets / "hub").exists() else ""
 
     return wait_for(look, "the hub to listen")
 
 
-def assert_no_hole(run: Path) -> None:
+def assert_no_hole(run: RunDir) -> None:
     """Every step once and in order, every group of them once; more are committed than the hub's last status may have."""
-    assert [record["step"] for record in RunDir(run).read_metrics()] == list(range(1, steps(run) + 1))
-    assert sorted(trained_groups(run)) == list(range(4 * steps(run)))
+    assert [record["step"] for record in run.read_metrics()] == list(range(1, steps(run.path) + 1))
+    assert sorted(trained_groups(run.path)) == list(range(4 * steps(run.path)))
 
 
 @pytest.mark.rest
-def test_a_hub_that_ends_with_code_0_is_started_again_and_a_drain_reaches_one_that_was_away(
-    command: Callable[..., Command], small_arguments: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_a_hub_that_ends_with_code_0_is_started_again_and_a_drain_reaches_one_that_was_away(training: Train) -> None:
     """Any local process may halt a hub without keys."""
-    started = command(*small_arguments(max_steps=100_000))
-    run = tmp_path / "runs" / "quick"
-    wait_for(lambda: steps(run) >= 3, "step 3")
-    with control(told(run), timeout_s=60) as asked:
+    started = training(max_steps=100_000)
+    started.reach(3)
+    with control(told(started.run), timeout_s=60) as asked:
         asked.halt()
-    wait_for(lambda: RunDir(run).read_restarts().get("hub") == 1, "another hub")
-    reached = steps(run)
-    wait_for(lambda: steps(run) > reached + 1, "a step with it")
-    hub = started.child("hub")
-    hub.kill()
-    psutil.wait_procs([hub], 30)
-    started.process.send_signal(signal.SIGTERM)
-    code, output = started.finish()
-    assert code == 0 and "hub ended with code 0; starting it again" in output and "drained" in output, output
-    assert_no_hole(run)
+    wait_for(lambda: started.run.read_restarts().get("hub") == 1, "another hub")
+    started.go_on()
+    started.end("hub")
+    started.drain("hub ended with code 0; starting it again", "drained")
+    assert_no_hole(started.run)
 
 
 @pytest.mark.rest
-def test_a_frozen_role_is_killed_after_the_watchdogs_time_and_none_where_all_of_the_run_was_frozen(
-    command: Callable[..., Command], small_arguments: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_a_frozen_role_is_killed_after_the_watchdogs_time_and_none_where_all_of_the_run_was_frozen(training: Train) -> None:
     """The second for longer than the watchdog's time, as on a machine that sleeps; nothing is started again."""
-    started = command(*small_arguments(**{"max_steps": 100_000, "watchdog_s": 20.0, "queue.lease_s": 60.0}))
-    run = tmp_path / "runs" / "quick"
-    wait_for(lambda: steps(run) >= 3, "step 3")
+    started = training(**{"max_steps": 100_000, "watchdog_s": 20.0, "queue.lease_s": 60.0})
+    started.reach(3)
     for role in ("hub", "learner"):
-        frozen, reached = started.child(role), steps(run)
+        frozen = started.child(role)
         frozen.suspend()
         psutil.wait_procs([frozen], 120)
         assert not frozen.is_running()
-        wait_for(lambda reached=reached: steps(run) > reached + 1, "a step after it")
-    restarts, reached = RunDir(run).read_restarts(), steps(run)
+        started.go_on()
+    restarts = started.run.read_restarts()
     os.killpg(started.process.pid, signal.SIGSTOP)
     with pytest.raises(psutil.TimeoutExpired):
         psutil.Process(started.process.pid).wait(22)  # the time itself is what is tested
     os.killpg(started.process.pid, signal.SIGCONT)
-    wait_for(lambda: steps(run) > reached + 1, "a step after it")
-    assert RunDir(run).read_restarts() == restarts
-    started.process.send_signal(signal.SIGTERM)
-    code, output = started.finish()
-    assert code == 0 and all(f"{role} is frozen: no beat for 2" in output for role in ("hub", "learner")), output
-    assert_no_hole(run)
-
-
-@pytest.mark.rest
-def test_a_role_that_dies_again_and_again_is_given_up_while_the_others_make_steps(small: Any) -> None:
-    config = small(**{"max_steps": 100_000, "actors.count": 2})
-    run, heard = RunDir.create(config), Heard()
-    supervisor = Supervisor(config, run, Spoiling(run, "actor-1", "ipc:///nowhere", "actor-1", "", "one too many"), heard)
-
-    def kill_once() -> None:
-        heard.on_step = lambda: None
-        os.kill(supervisor.processes()["actor-1"].pid, signal.SIGKILL)
-
-    heard.on_step = kill_once
-    with pytest.raises(WorkerLostError, match=r"actor-1 ended 6 times.*code 1 \(TypeError: .*takes"):
-        supervisor.run()
-    assert [text.split("again in ")[1] for text in heard.events if "actor-1" in text] == [
-        "0.5 s", "1.0 s", "2.0 s", "4.0 s", "8.0 s",
-    ]  # fmt: skip
-    assert not run.is_alive()
+    started.go_on()
+    assert started.run.read_restarts() == restarts
+    started.drain("hub is frozen: no beat for 2", "learner is frozen: no beat for 2")
+    assert_no_hole(started.run)
 
 
 def test_a_run_that_cannot_begin_ends_at_once_keeps_the_reason_and_leaves_its_name_free(small: Any) -> None:
     config = small()
     run = RunDir.create(config)
-    supervisor = Supervisor(config, run, Spoiling(run, "learner", "one", "two", "too many", good=0))
+    supervisor = Supervisor(config, run, Spoiling(run.lock))
     with pytest.raises(WorkerLostError, match=r"learner ended 2 times.*code 1 \(TypeError: .*takes") as raised:
         supervisor.run()
     assert run.end() == RunEnd(code=WORKER_LOST, reason=str(raised.value), finished=False)
@@ -196,11 +158,7 @@ def test_what_is_raised_about_the_last_step_leaves_no_process(small: Any, monkey
     ("role", "left", "told"),
     [
         ("learner", ["hub"], "the run cannot be started: no room"),
-        (
-            "tracker",
-            ["hub", "learner", "actor-0"],
-            "tracker-tensorboard ended before it began: no room; starting it again in 0.5 s",
-        ),
+        ("tracker", ["hub", "learner", "actor-0"], "tracker-tensorboard ended .*: no room; starting it again in 0.5 s"),
     ],
 )
 def test_only_a_role_that_the_run_needs_refuses_it_by_not_starting(
@@ -239,21 +197,18 @@ def test_damage_that_a_role_finds_ends_the_run_at_once(small: Any) -> None:
 
 
 @pytest.mark.rest
-def test_an_actor_started_by_hand_without_input_works_and_ends_in_order(
-    command: Callable[..., Command], small_arguments: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_an_actor_started_by_hand_without_input_works_and_ends_in_order(training: Train) -> None:
     """As with nohup or systemd. The hub knows of its end long before its lease is over: it said goodbye."""
-    started = command(*small_arguments(**{"max_steps": 100_000, "queue.lease_s": 600.0}))
-    run = tmp_path / "runs" / "quick"
-    arguments = [sys.executable, "-m", "async_rlhf.run.processes.roles", "actor", str(run), told(run), "by-hand"]
+    started = training(**{"max_steps": 100_000, "queue.lease_s": 600.0})
+    address = told(started.run)
+    arguments = [sys.executable, "-m", "async_rlhf.run.processes.roles", "actor", str(started.run.path), address, "by-hand"]
     actor = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    def actors() -> set[str]:
+        with control(address, timeout_s=60) as asked:
+            return set(asked.status()["actors"])
+
     try:
-        address = told(run)
-
-        def actors() -> set[str]:
-            with control(address, timeout_s=60) as asked:
-                return set(asked.status()["actors"])
-
         wait_for(lambda: "by-hand" in actors(), "the actor that was started by hand")
         actor.terminate()
         _, said = actor.communicate(timeout=300)
@@ -262,8 +217,7 @@ def test_an_actor_started_by_hand_without_input_works_and_ends_in_order(
     finally:
         actor.kill()
         actor.communicate(timeout=300)
-    started.process.send_signal(signal.SIGTERM)
-    assert started.finish()[0] == 0
+    started.drain()
 
 
 def test_a_full_disk_at_the_start_leaves_the_directory_as_it_was(small: Any, tmp_path: Path) -> None:
@@ -281,9 +235,7 @@ def test_a_full_disk_at_the_start_leaves_the_directory_as_it_was(small: Any, tmp
     RunDir.reopen(small()).retire()
 
 
-def test_the_sockets_of_a_killed_supervisor_are_removed_by_the_next_start_and_a_living_ones_are_not(
-    small: Any, tmp_path: Path
-) -> None:
+def test_sockets_of_a_killed_supervisor_are_removed_by_the_next_start_and_a_living_ones_not(small: Any, tmp_path: Path) -> None:
     run = RunDir.create(small())
     with socket_directory() as living:
         run.announce(living)

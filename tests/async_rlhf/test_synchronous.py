@@ -30,8 +30,7 @@ from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.config import Config
 from async_rlhf.run.processes.roles import run_context
 from async_rlhf.run.run_dir import RunDir
-from tests.async_rlhf.test_faults import steps
-from tests.conftest import wait_for
+from tests.conftest import Train
 
 STEPS = 20
 
@@ -66,14 +65,11 @@ def generate(engine: Any, context: RunContext, numbers: Sequence[int]) -> list[G
             score = Score(float(reasoning_gym(completion=text, entry=row.columns["entry"])))
             rollouts.append(
                 Rollout(
-                    completion.token_ids,
-                    completion.logprobs,
-                    completion.spans,
-                    completion.finish_reason,
+                    completion.token_ids, completion.logprobs, completion.spans, completion.finish_reason,
                     {"reasoning_gym": score},
                     text,
                 )
-            )
+            )  # fmt: skip
         ids = np.array(requests[0].prompt_ids, np.int32)
         groups.append(Group(number, 0, ids, tuple(rollouts), context.generation.sampling, prompt=prompt))
     return groups
@@ -153,22 +149,18 @@ def measured(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def train(
-    command: Callable[..., Any], small_arguments: Callable[..., list[str]], tmp_path: Path
-) -> Callable[..., tuple[list[bytes], list[dict[str, Any]]]]:
+def train(training: Train) -> Callable[..., tuple[list[bytes], list[dict[str, Any]]]]:
     """`train("name", [(step, role), ...], **overrides)`: `trained` and `measured` of a run in which those were killed."""
 
     def run(name: str, kills: list[tuple[int, str]], **overrides: Any) -> tuple[list[bytes], list[dict[str, Any]]]:
         settings = {"name": name, "max_steps": NUM_STEPS, "checkpoint.save_every": 3, "learner.learning_rate": 1e-3}
-        started = command(*small_arguments(**settings, **overrides))
-        directory = tmp_path / "runs" / name
+        started = training(**settings, **overrides)
         for step, role in kills:
-            wait_for(lambda step=step: steps(directory) >= step, f"step {step}")
+            started.reach(step)
             started.end(role)
-        code, output = started.finish()
-        assert code == 0, output
+        output = started.ends_with(0)
         assert output.count("signal 9") == output.count("starting it again") == len(kills), output
-        return trained(directory), measured(directory)
+        return trained(started.run.path), measured(started.run.path)
 
     return run
 
@@ -211,9 +203,7 @@ def thrice(prompt, answer, mark=""):
 
 
 @pytest.mark.rest
-def test_with_an_environment_kills_change_no_bit_and_what_is_read_is_not_trained_on(
-    train: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_with_an_environment_kills_change_no_bit_and_what_is_read_is_not_trained_on(train: Any, tmp_path: Path) -> None:
     (tmp_path / "thrice.py").write_text(ENVIRONMENT)
     settings: dict[str, Any] = {"environment": str(tmp_path / "thrice.py:thrice"), "rewards.functions": []}
     settings |= {"generation.max_episode_length": 180, "queue.keep_rollouts": True, "queue.max_staleness": 0}
@@ -230,13 +220,11 @@ def test_with_an_environment_kills_change_no_bit_and_what_is_read_is_not_trained
             assert rollout.length - rollout.num_tokens == sum(span.num_tokens for span in read) > rollout.num_tokens
 
 
-@pytest.mark.parametrize("num_actors", [pytest.param(2, marks=pytest.mark.rest), 3])
-def test_in_exact_mode_neither_kills_nor_the_number_of_actors_change_a_bit(num_actors: int, train: Callable[..., Any]) -> None:
+def test_in_exact_mode_neither_kills_nor_the_number_of_actors_change_a_bit(train: Callable[..., Any]) -> None:
     settings = {"queue.max_staleness": 2, "queue.exact": True}
     weights, metrics = train("one", [], **settings)
     assert max(record["staleness/max"] for record in metrics) == 2
-    again = train("killed", drawn_kills(num_actors), **settings, **{"actors.count": num_actors})
-    assert again == (weights, metrics)
+    assert train("killed", drawn_kills(3), **settings, **{"actors.count": 3}) == (weights, metrics)
 
 
 @pytest.mark.rest

@@ -19,14 +19,12 @@ from typing import Any
 
 import psutil
 import pytest
-from typer.testing import CliRunner
 
 from async_rlhf.buffers.transport import keys, link
-from async_rlhf.cli.commands import app
 from async_rlhf.launch.program import role_of
 from async_rlhf.run.run_dir import RunDir
 from tests.async_rlhf.test_hosts import AHEAD_S, assert_nothing_lost, clock_ahead, times_relayed
-from tests.conftest import wait_for
+from tests.conftest import invoke, output_of, wait_for
 
 A, B = "10.77.0.1", "10.77.0.2"
 
@@ -114,8 +112,8 @@ def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
 
 def actors(run: RunDir) -> dict[str, Any]:
     """What the hub says of its actors; it is asked over its socket, which is a file."""
-    asked = CliRunner().invoke(app, ["status", str(run.path), "--json"])
-    return dict(json.loads(asked.output)["hub"].get("actors", {})) if asked.exit_code == 0 else {}
+    code, output = invoke("status", run.path, "--json")
+    return {} if code else dict(json.loads(output)["hub"].get("actors", {}))
 
 
 def far(run: RunDir, key: str) -> list[Any]:
@@ -151,7 +149,7 @@ def training(hosts: TwoHosts, arguments: list[str], output: Path) -> Iterator[tu
         begun = wait_for(lambda: next(iter((output.parent / "runs").glob("*/run.json")), None), "the run")
         run = RunDir(begun.parent)
         yield process, run
-        assert CliRunner().invoke(app, ["stop", str(run.path)]).exit_code == 0
+        output_of(0, "stop", run.path)
         assert process.wait(timeout=300) == 0, output.read_text()
     finally:
         process.kill()
@@ -165,9 +163,7 @@ def steps_on(run: RunDir, count: int, what: str) -> None:
     wait_for(lambda: len(run.read_metrics()) >= step + count, what)
 
 
-def test_a_host_that_is_cut_off_comes_back_and_nothing_is_lost(
-    hosts: TwoHosts, small_arguments: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_a_host_that_is_cut_off_comes_back_and_nothing_is_lost(hosts: TwoHosts, small_arguments: Any, tmp_path: Path) -> None:
     keys.create(tmp_path / "keys", [], link.new_pair)
     clock = f"PYTHONPATH={clock_ahead(tmp_path / 'clock', AHEAD_S)}"
     agent = hosts.command_from_another(hosts.b, ["env", clock, sys.executable, "-m", "async_rlhf.launch.agent"])

@@ -22,21 +22,13 @@ from async_rlhf.run.loading import load
 from async_rlhf.run.processes.tracking import measures
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision.supervisor import Supervisor
-from tests.conftest import QUICK, SMALL, invoke
+from tests.conftest import QUICK, SMALL, output_of
 
 SETTINGS: dict[str, Any] = {
-    **SMALL,
-    "max_steps": 6,
-    "checkpoint.keep_last": 1,
-    "checkpoint.save_every": 4,
-    "evaluation.every": 3,
-    "evaluation.at_start": True,
-    "evaluation.at_end": True,
-    "evaluation.samples": 2,
-    "learner.warmup_steps": 4,
-    "queue.segment_bytes": 4096,
-    "tracking.kind": "tensorboard",
-}
+    **SMALL, "max_steps": 6, "checkpoint.keep_last": 1, "checkpoint.save_every": 4, "evaluation.every": 3,
+    "evaluation.at_start": True, "evaluation.at_end": True, "evaluation.samples": 2, "learner.warmup_steps": 4,
+    "queue.segment_bytes": 4096, "tracking.kind": "tensorboard",
+}  # fmt: skip
 
 
 class KillsTheFirst(LocalLauncher):
@@ -125,19 +117,19 @@ def test_tensorboard_has_every_number_of_every_step_and_evaluation(watched: Watc
 
 def test_the_run_is_shown_and_drawn_with_its_evaluations(watched: Watched) -> None:
     out = watched.run.path / "picture.svg"
-    code, output = invoke("plot", str(watched.run.path), "--out", str(out))
-    assert code == 0 and out.read_text().startswith("<?xml"), output
-    code, output = invoke("status", str(watched.run.path))
-    assert code == 0 and "finished, step 6 of 6" in output, output
+    output_of(0, "plot", watched.run.path, "--out", out)
+    assert out.read_text().startswith("<?xml")
+    output = output_of(0, "status", watched.run.path)
+    assert "finished, step 6 of 6" in output
     assert re.search(r"held-out accuracy at step 3: .*; pass@1 \d\.\d+, pass@2 \d\.\d+ \(2 samples\)", output)
 
 
 def test_a_resumed_finished_run_is_evaluated_no_more_and_shows_its_sampled_groups(watched: Watched) -> None:
     train(watched.config, resume=True, quiet=True)
     assert len(watched.made) == 3
-    code, output = invoke("rollouts", "show", str(watched.run.path), "--limit", "2")
-    assert code == 0 and output.count("prompt:") == 2, output
+    output = output_of(0, "rollouts", "show", watched.run.path, "--limit", "2")
+    assert output.count("prompt:") == 2
     assert "4 more groups: --limit 6 shows all" in output and "the groups in rollouts.jsonl are shown" in output
-    assert invoke("rollouts", "show", str(watched.run.path), "--step", "99")[0] == 3
-    code, output = invoke("rollouts", "replay", str(watched.run.path), "--name", "again")
-    assert code == 3 and "queue.keep_rollouts = true" in output and not (watched.run.path.parent / "again").exists(), output
+    output_of(3, "rollouts", "show", watched.run.path, "--step", "99")
+    assert "queue.keep_rollouts = true" in output_of(3, "rollouts", "replay", watched.run.path, "--name", "again")
+    assert not (watched.run.path.parent / "again").exists()

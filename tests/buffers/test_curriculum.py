@@ -65,11 +65,7 @@ class Draws:
     st.integers(1, 9),
 )
 def test_no_place_comes_more_often_than_it_may_and_none_that_is_retired_again(
-    rates: dict[int, list[float | None]],
-    shares: tuple[float, float],
-    retire_after: int,
-    max_uses: int | None,
-    late: int,
+    rates: dict[int, list[float | None]], shares: tuple[float, float], retire_after: int, max_uses: int | None, late: int
 ) -> None:
     draws = Draws(curriculum(shares, retire_after), rates, max_uses, late)
     while len(draws.chosen) < 150 and draws.draw():
@@ -92,9 +88,7 @@ def test_no_place_comes_more_often_than_it_may_and_none_that_is_retired_again(
 @given(
     st.integers(1, 30), st.sampled_from([(0.5, 0.1), (0.3, 0.05), (0.34, 0.33)]), st.integers(1, 40), st.integers(0, 1 << 60)
 )
-def test_every_place_that_is_not_retired_comes_within_a_bound(
-    size: int, shares: tuple[float, float], late: int, seed: int
-) -> None:
+def test_each_place_that_is_not_retired_comes_in_a_bound(size: int, shares: tuple[float, float], late: int, seed: int) -> None:
     rng = Random(seed)
     rates: dict[int, list[float | None]] = {place: [rng.choice((0.0, 0.5))] for place in range(size)}
     draws = Draws(curriculum(shares), rates, None, late)

@@ -41,9 +41,7 @@ def write(path: Path, *numbers: int, padding: int = 0) -> None:
 
 @pytest.mark.parametrize("there", [(1, 2, 3), ()], ids=["three lines", "no line"])
 @pytest.mark.parametrize("behind", [b"", b'{"step": 4, "te', b"\0" * PAGE, b"\0" * PAGE + b"\n", b"[4]\n", b"\xff\n", b"\n\n"])
-def test_what_is_behind_the_last_whole_line_is_cut_off_and_counted(
-    tmp_path: Path, behind: bytes, there: tuple[int, ...]
-) -> None:
+def test_what_is_behind_the_last_whole_line_is_cut_and_counted(tmp_path: Path, behind: bytes, there: tuple[int, ...]) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, *there)
     whole = path.read_bytes()
@@ -157,7 +155,7 @@ def test_a_file_that_began_anew_is_cut_as_if_it_were_one(tmp_path: Path, step: i
     assert steps(path) == [*kept, 99]
 
 
-def test_what_was_written_before_a_file_began_anew_is_durable_before_it_is_moved(
+def test_what_stood_in_a_file_that_begins_anew_is_durable_before_the_move(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, done = tmp_path / "rollouts.jsonl", list[str]()
@@ -244,13 +242,10 @@ def test_what_no_decoding_hid_is_reported_for_each_reward_and_as_a_share() -> No
     first = pack({"generation": StageTime(0.0, 4.0), "judge": StageTime(4.0, 6.0, 2.0), "exact": StageTime(4.0, 4.5, 0.5)})
     second = pack({"generation": StageTime(0.0, 2.0), "judge": StageTime(2.0, 3.0, 0.5), "exact": StageTime(2.0, 2.5, 0.5)})
     assert stage_metrics([first, second]) == {
-        "stages/generation/seconds": 3.0,
-        "stages/judge/seconds": 1.5,
-        "stages/exact/seconds": 0.5,
-        "stages/judge/exposed_s": 0.25,
-        "stages/exact/exposed_s": 0.0,
+        "stages/generation/seconds": 3.0, "stages/judge/seconds": 1.5, "stages/exact/seconds": 0.5,
+        "stages/judge/exposed_s": 0.25, "stages/exact/exposed_s": 0.0,
         "stages/exposed_ratio": pytest.approx(0.5 / 4.0),
-    }
+    }  # fmt: skip
     assert stage_metrics([{}]) == {}
 
 

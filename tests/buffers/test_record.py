@@ -36,12 +36,9 @@ ROUTING = np.zeros((4, 3, 2), np.uint8)
 
 def group(**changed: Any) -> Group:
     fields: dict[str, Any] = {
-        "number": 0,
-        "attempt": 0,
-        "prompt_ids": np.array([1, 2], np.int32),
-        "rollouts": (rollout(), rollout()),
+        "number": 0, "attempt": 0, "prompt_ids": np.array([1, 2], np.int32), "rollouts": (rollout(), rollout()),
         "sampling": Sampling(),
-    }
+    }  # fmt: skip
     return Group(**fields | changed)
 
 
@@ -65,15 +62,9 @@ def group(**changed: Any) -> Group:
         ({"spans": (Span(0, 2), Span(None, 1))}, "the last token must be a sampled one"),
         ({"spans": (Span(None, 3),)}, "the last token must be a sampled one"),
         ({"spans": (Span(None, 1, restarts=True), Span(0, 2))}, "a span that restarts must be read, between two that were"),
-        (
-            {"spans": (Span(0, 2), Span(0, 1, restarts=True))},
-            "a span that restarts must be read, between two that were sampled",
-        ),
+        ({"spans": (Span(0, 2), Span(0, 1, restarts=True))}, "a span that restarts must be read, between two that were"),
         ({"spans": (Span(0, 1, restarts=True), Span(0, 2))}, "a span that restarts must be read"),
-        (
-            {"spans": (Span(0, 1), Span(None, 1, restarts=True), Span(0, 1))},
-            r"logprobs must be float32 \(2,\), got float32 \(3,\)",
-        ),
+        ({"spans": (Span(0, 1), Span(None, 1, restarts=True), Span(0, 1))}, r"logprobs must be float32 \(2,\), got"),
         ({"routing": np.zeros((4, 3, 2), np.int64)}, r"routing must be uint8 or uint16 \[N, L, k\], got int64 \(4, 3, 2\)"),
         ({"routing": np.zeros((4, 6), np.uint8)}, r"routing must be .* got uint8 \(4, 6\)"),
     ],
@@ -110,10 +101,7 @@ def test_a_support_that_does_not_hold_what_was_sampled_is_refused(sizes: list[in
         ({"prompt_ids": np.array([], np.int32)}, "P > 0"),
         ({"rollouts": ()}, "group 0 has no rollouts"),
         ({"rollouts": (rollout(), rollout(scores={}))}, r"must carry the same rewards, first has \['right'\]"),
-        (
-            {"rollouts": (rollout(routing=ROUTING), rollout())},
-            r"routing of all 2 rollouts must be \[\(4, 3, 2\), \(4, 3, 2\)\]",
-        ),
+        ({"rollouts": (rollout(routing=ROUTING), rollout())}, r"of all 2 rollouts must be \[\(4, 3, 2\), \(4, 3, 2\)\]"),
         ({"rollouts": (rollout(), rollout(routing=ROUTING))}, r"routing of all 2 rollouts must be \[None, None\]"),
         ({"rollouts": (rollout(routing=ROUTING[1:]),)}, r"must be \[\(4, 3, 2\)\], got \[\(3, 3, 2\)\]"),
     ],
@@ -205,20 +193,11 @@ def test_a_tensor_of_an_unknown_dtype_cannot_travel() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"temperature": -1.0},
-        {"temperature": float("nan")},
-        {"temperature": "1"},
-        {"top_k": -1},
-        {"top_k": 3.0},
-        {"top_k": True},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"min_p": 1.0},
-        {"min_p": -0.1},
-        {"top_q": 0.5},
+        {"temperature": -1.0}, {"temperature": float("nan")}, {"temperature": "1"}, {"top_k": -1}, {"top_k": 3.0},
+        {"top_k": True}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": 1.0}, {"min_p": -0.1}, {"top_q": 0.5},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_is_out_of_range_or_of_another_type_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Sampling(**given)

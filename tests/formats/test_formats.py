@@ -15,7 +15,6 @@ from typing import Any
 
 import msgpack
 import pytest
-from typer.testing import CliRunner
 
 from async_rlhf.buffers import files
 from async_rlhf.buffers.errors import FormatError, WireError
@@ -26,12 +25,12 @@ from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.queue.ledger import QueueSnapshot
 from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.buffers.weights.store import WeightStore
-from async_rlhf.cli.commands import app
 from async_rlhf.learner.checkpoint.resuming import newest
 from async_rlhf.learner.checkpoint.store import SCHEMA, CheckpointError
 from async_rlhf.run.loading import override
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
+from tests.conftest import output_of
 from tests.formats.sample import SAMPLES, copied
 
 
@@ -57,9 +56,7 @@ def test_everything_in_the_sample_carries_a_number_and_is_read(run: RunDir) -> N
     weights = WeightStore(run.path / "weights").get(2)
     assert {tensor.name for tensor in weights.manifest().tensors} >= {"model.embed_tokens.weight", "lm_head.weight"}
     batches = list(read_batches(run.path / "queue"))
-    assert [[group.number for group in batch.groups] for batch in batches] == [
-        record["groups"] for record in run.read_metrics()
-    ]
+    assert [[each.number for each in batch.groups] for batch in batches] == [record["groups"] for record in run.read_metrics()]
     assert sum(rollout.num_tokens for batch in batches for group in batch.groups for rollout in group.rollouts) == sum(
         record["num_tokens"] for record in run.read_metrics()
     )
@@ -95,11 +92,10 @@ def test_a_run_directory_of_a_newer_format_is_refused_by_every_command_and_left_
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": files.RUN.newest + 1}))
     before, config = content(run), run.path / "config.toml"
     words = ["train", str(config), *verb.split()[1:]] if verb.startswith("train") else [*verb.split(), str(run.path)]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 3, result.output
+    output = output_of(3, *words)
     newest = files.RUN.newest
     refused = f"a run directory of format {newest + 1}, this version of async-rlhf reads 1 to {newest}. Nothing was changed"
-    assert f"{run.path}: {refused}" in result.output
+    assert f"{run.path}: {refused}" in output
     assert content(run) == before
 
 
@@ -134,11 +130,7 @@ def newer_checkpoint(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("make", "read", "words"),
     [
-        (
-            newer_journal,
-            lambda run: Journal(run.path / "queue"),
-            "a journal of format 4, this version .* reads 1 to 3",
-        ),
+        (newer_journal, lambda run: Journal(run.path / "queue"), "a journal of format 4, this version .* reads 1 to 3"),
         (newer_journal, lambda run: list(read_batches(run.path / "queue")), "a journal of format 4"),
         (newer_weights, lambda run: WeightStore(run.path / "weights"), r"00000003\.weights: a weight set of format 2"),
         (newer_checkpoint, lambda run: newest(run.path), "has schema 3, this version reads up to 2"),

@@ -23,23 +23,12 @@ FENCE = 2
 """The fence of the honest learner; messages below carry that of the one before."""
 _OTHER = 1
 _VALUES = (
-    None,
-    True,
-    0,
-    -1,
-    1 << 63,
-    -(1 << 63),
-    0.5,
-    float("nan"),
-    float("inf"),
-    "",
-    "x" * 5000,
-    b"b",
+    None, True, 0, -1, 1 << 63, -(1 << 63), 0.5, float("nan"), float("inf"), "", "x" * 5000, b"b",
     [],
     {},
     [[1]],
     {"a": 1},
-)
+)  # fmt: skip
 _ABSURD = (
     *((1 << 63) - 1, (1 << 64) - 1, (1 << 31) - 1, 1 << 31, -(1 << 31) - 1),
     *(1e308, -1e308, 5e-324, 1e18, 2.0, "1" * 30, "-1", "nan", False),

@@ -39,10 +39,7 @@ class ScriptedHub:
     """
 
     def __init__(
-        self,
-        batches: Sequence[Sequence[Group]],
-        faults: Mapping[tuple[str, int], str] | None = None,
-        ends: str = "finished",
+        self, batches: Sequence[Sequence[Group]], faults: Mapping[tuple[str, int], str] | None = None, ends: str = "finished"
     ) -> None:
         self.batches, self.faults, self.ends = batches, dict(faults or {}), ends
         self.calls: list[tuple[str, int]] = []

@@ -25,13 +25,9 @@ VOCABULARY = 24
 # Large initial weights, so that a wrong mask, position or shift changes log-probabilities by far more than the tolerance.
 _SHARED = {"vocab_size": VOCABULARY, "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _WIDE = _SHARED | {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 128,
-}
+}  # fmt: skip
 CONFIGS = {
     "llama": LlamaConfig(**_WIDE),
     "llama-tied": LlamaConfig(**_WIDE, tie_word_embeddings=True),

@@ -194,10 +194,7 @@ def test_the_host_reads_the_blocks_of_a_micro_batch_on_a_device_without_waiting_
     assert {name for name, each in there.tensors().items() if each.device.type == "cpu"} == {"blocks_B4"}
 
 
-@given(
-    sizes=st.lists(lengths, max_size=8),
-    num_updates=st.integers(1, 10),
-)
+@given(sizes=st.lists(lengths, max_size=8), num_updates=st.integers(1, 10))
 def test_updates_are_made_of_whole_groups_in_order(sizes: list[list[int]], num_updates: int) -> None:
     groups = [make_group(n, each) for n, each in enumerate(sizes)]
     rows = make_rows(groups, [[1.0] * len(each) for each in sizes])

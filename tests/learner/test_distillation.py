@@ -171,9 +171,7 @@ def test_what_learns_from_a_teacher_reads_it() -> None:
 
 @pytest.mark.rest
 @pytest.mark.parametrize("kind", OF_TEACHERS)
-def test_twenty_steps_on_what_the_first_version_sampled_come_nearer_to_the_teacher(
-    kind: str, model_dir: Path, tmp_path: Path
-) -> None:
+def test_twenty_steps_on_what_version_0_sampled_come_nearer_to_the_teacher(kind: str, model_dir: Path, tmp_path: Path) -> None:
     teacher = make_model("llama")
     with torch.no_grad():
         for p in teacher.parameters():

@@ -49,16 +49,9 @@ def content(checkpoints: Checkpoints) -> tuple[int, str]:
 
 
 CHANGES = (
-    (Path, "mkdir"),
-    (Path, "write_text"),
-    (Path, "rename"),
-    (Path, "replace"),
-    (Path, "symlink_to"),
-    (Path, "unlink"),
-    (os, "fsync"),
-    (os, "unlink"),
-    (os, "rmdir"),
-)
+    (Path, "mkdir"), (Path, "write_text"), (Path, "rename"), (Path, "replace"), (Path, "symlink_to"), (Path, "unlink"),
+    (os, "fsync"), (os, "unlink"), (os, "rmdir"),
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -103,9 +96,7 @@ def saved(directory: Path, steps: Iterable[int], **kept: Any) -> Checkpoints:
     return checkpoints
 
 
-def test_killed_at_any_change_to_the_disk_the_old_or_the_new_one_is_there_whole(
-    killed_everywhere: Callable[..., Iterator[Path]],
-) -> None:
+def test_killed_at_any_change_to_the_disk_the_old_or_the_new_one_is_there_whole(killed_everywhere: Any) -> None:
     for directory in killed_everywhere((10, 20), lambda before: before.save(30, writer("new"), {})):
         after = Checkpoints(directory, keep_last=2)  # the process that comes next
         assert content(after) in [(20, "20"), (30, "new")]
@@ -118,9 +109,7 @@ def test_killed_at_any_change_to_the_disk_the_old_or_the_new_one_is_there_whole(
         assert content(after) == (30, "newer") and (directory / "latest").resolve() == after.all()[-1]
 
 
-def test_killed_while_it_sets_aside_what_is_left_is_whole_and_it_can_be_done_again(
-    killed_everywhere: Callable[..., Iterator[Path]],
-) -> None:
+def test_killed_while_it_sets_aside_what_is_left_is_whole_and_it_can_be_done_again(killed_everywhere: Any) -> None:
     for directory in killed_everywhere((1, 2, 3), lambda before: before.set_aside(after=1)):
         after = Checkpoints(directory, keep_last=3)
         newest, text = content(after)
@@ -309,7 +298,7 @@ def test_the_best_is_the_earliest_of_equal_ones_that_were_judged_in_one_way() ->
 
 
 @given(st.lists(st.tuples(st.integers(1, 12), st.floats(0, 1), st.sampled_from([None, 4, 8])), max_size=12), st.integers(0, 12))
-def test_what_becomes_the_best_later_was_kept_at_every_moment_before(
+def test_what_becomes_the_best_later_was_kept_at_each_moment_before(
     found: list[tuple[int, float, int | None]], now: int
 ) -> None:
     """The learner reads the file at one moment, the supervisor sets the link at a later one."""
@@ -400,9 +389,7 @@ GIVEN_UP = r"given up the groups before step 10, .* go on from steps 10, 15, 20.
         (15, DamagedError, r"step_000015 is torn: model/weights has other bytes .*. This run can go on from steps 10, 20"),
     ],
 )
-def test_a_step_that_cannot_be_gone_on_from_is_refused_with_those_that_can(
-    run: Path, step: int, kind: type[Exception], says: str
-) -> None:
+def test_a_step_that_cannot_be_gone_on_from_is_refused_by_name(run: Path, step: int, kind: type[Exception], says: str) -> None:
     if step == 15:
         weights(run, 15).write_text("weighty")
     assert re.search(says, refusal(run, step, kind))

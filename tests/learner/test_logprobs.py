@@ -35,13 +35,9 @@ TEMPERATURE_N = torch.tensor([1.0, 0.3, 2.0, 1.0, 0.7, 10.0, 1.5])
 
 
 @given(
-    seed=st.integers(0, 10**6),
-    rows=st.integers(1, 9),
-    remembered=st.sampled_from([0, 3, 7]),
-    biased=st.booleans(),
-    restricted=st.booleans(),
-    others=st.sampled_from([0, 2, 20]),
-)
+    seed=st.integers(0, 10**6), rows=st.integers(1, 9), remembered=st.sampled_from([0, 3, 7]), biased=st.booleans(),
+    restricted=st.booleans(), others=st.sampled_from([0, 2, 20]),
+)  # fmt: skip
 def test_whole_and_in_chunks_they_and_their_gradients_are_those_of_the_tempered_distribution_of_each_token(
     seed: int, rows: int, remembered: int, biased: bool, restricted: bool, others: int
 ) -> None:

@@ -89,10 +89,7 @@ def test_adapters_alone_make_the_merged_weights(tmp_path: Path, name: str, targe
 
 
 def test_a_checkpoint_without_or_with_other_adapters_is_named_as_such(model_dir: Path, tmp_path: Path) -> None:
-    for name, backend in (
-        ("plain", making.make_backend(model_dir)),
-        ("other", make_backend(model_dir, rank=3)),
-    ):
+    for name, backend in (("plain", making.make_backend(model_dir)), ("other", make_backend(model_dir, rank=3))):
         save(backend, tmp_path / name)
     with pytest.raises(CheckpointError, match="checkpoint plain has no adapters"):
         make_backend(model_dir).load(tmp_path / "plain")
@@ -103,23 +100,13 @@ def test_a_checkpoint_without_or_with_other_adapters_is_named_as_such(model_dir:
 # Experts in one parameter; dense layers beside them by names that peft takes for experts; routers; layers of an own class.
 KINDS = ("mixtral", "deepseek_v3", "llama4_text", "falcon")
 REFUSED = {
-    "afmoe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "dots1",
-    "ernie4_5_moe",
-    "exaone_moe",
-    "glm4_moe",
-    "hunyuan_v1_moe",
-    "solar_open",
-}
+    "afmoe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "hunyuan_v1_moe", "solar_open",
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore:The following .*_pattern keys:RuntimeWarning")
 @pytest.mark.parametrize("kind", [k if k in KINDS else pytest.param(k, marks=pytest.mark.rest) for k in sorted(FAMILIES)])
-def test_random_adapters_are_the_same_merged_and_by_peft_or_their_targets_are_refused_by_name(
-    kind: str, tmp_path: Path
-) -> None:
+def test_random_adapters_are_the_same_merged_and_by_peft_or_the_targets_refused_by_name(kind: str, tmp_path: Path) -> None:
     own, config = families.model(kind), LoraConfig(rank=2, alpha=4.0, targets=("all-linear",))
     own.save_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")

@@ -30,9 +30,7 @@ def floats(values: list[float]) -> Float32Array:
 
 @given(st.lists(member, min_size=1, max_size=6))
 @example([(1.0, [0.0, 0.0]), (0.0, [0.0, 1.0]), (3.0, [1.0])])  # tokens without energy, and beyond all siblings
-def test_it_is_the_twin_and_times_the_siblings_share_what_verl_computes(
-    members: list[tuple[float, list[float]]],
-) -> None:
+def test_it_is_the_twin_and_times_the_siblings_share_what_verl_computes(members: list[tuple[float, list[float]]]) -> None:
     rewards, energies = [reward for reward, _ in members], [own for _, own in members]
     found = optimal_token(rewards, [*map(floats, energies)])
     wanted, with_itself = (oracles.optimal_token(rewards, energies, itself=each) for each in (False, True))

@@ -8,20 +8,18 @@ from typing import Any
 
 import pytest
 from making import make_backend, make_group
-from typer.testing import CliRunner
 
 import async_rlhf
 from async_rlhf.api import train
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.cli.commands import app
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import AdvantageConfig, LossConfig
 from async_rlhf.learner.objective.estimation import check_estimator, estimate_advantages, select_members
 from async_rlhf.learner.objective.trial import check_loss, try_loss
 from async_rlhf.learner.registry import advantage_spec, advantages, load_function, loss_spec
-from async_rlhf.run.learner_checks import check
+from async_rlhf.run.checks.learner import check
 from async_rlhf.run.loading import changed, load
-from tests.conftest import QUICK
+from tests.conftest import QUICK, output_of
 
 # What a loss gives; `r` is the ratio current / proximal, `score` is A log p.
 GIVES = {
@@ -146,13 +144,10 @@ def test_every_shipped_estimator_is_usable(kind: str) -> None:
     ("name", "message"),
     [
         ("short", "it must give one number for each reward"),
-        ("dividing", "ZeroDivisionError"),
-        ("boundless", r"gave \[\[inf, inf"),
-        ("scalar", "shape"),
-        ("raising", "no_such_field"),
-        ("infinite", "gradient"),
+        ("dividing", "ZeroDivisionError"), ("boundless", r"gave \[\[inf, inf"), ("scalar", "shape"),
+        ("raising", "no_such_field"), ("infinite", "gradient"),
     ],
-)
+)  # fmt: skip
 def test_an_estimator_or_loss_that_no_step_could_use_is_refused_before_the_run(mine: str, name: str, message: str) -> None:
     kind = f"{mine}:{name}"
     with pytest.raises(ConfigError, match=message):
@@ -166,11 +161,10 @@ def test_a_loss_that_breaks_a_law_is_named_with_it(mine: str, name: str) -> None
 
 
 def test_the_command_prints_the_table_and_its_exit_code_is_the_verdict(mine: str) -> None:
-    good = CliRunner().invoke(app, ["try", "loss", f"{mine}:plain", "--set", "loss.is_cap=4.0"])
-    assert good.exit_code == 0 and "adds up over micro-batches" in good.output and "none (no correction)" in good.output
-    assert CliRunner().invoke(app, ["try", "loss", f"{mine}:averaged"]).exit_code == 1
-    absent = CliRunner().invoke(app, ["try", "loss", f"{mine}:planar"])
-    assert absent.exit_code == 3 and "did you mean 'plain'?" in absent.output
+    good = output_of(0, "try", "loss", f"{mine}:plain", "--set", "loss.is_cap=4.0")
+    assert "adds up over micro-batches" in good and "none (no correction)" in good
+    output_of(1, "try", "loss", f"{mine}:averaged")
+    assert "did you mean 'plain'?" in output_of(3, "try", "loss", f"{mine}:planar")
 
 
 def test_a_declaration_says_what_is_wrong_where_it_is_written() -> None:
@@ -205,11 +199,7 @@ def test_check_holds_it_to_the_rules_of_shipped_ones(mine: str) -> None:
 
     checked({"kind": "plain"})
     for loss, advantage, says in (
-        (
-            {"kind": "of_sequences", "token_mask": (0.5, 2.0)},
-            "centred",
-            "token_mask masks single tokens, a term of .*of_sequences",
-        ),
+        ({"kind": "of_sequences", "token_mask": (0.5, 2.0)}, "centred", "token_mask masks single .*of_sequences"),
         ({"kind": "plain"}, "scalar", "needs a critic's values"),
         ({"kind": "plain", "is_cap": None}, "centred", "without an importance weight"),
         ({"kind": "plain"}, "discounted", r"'gamma' has the name of advantage.gamma, .*leave its default out"),
@@ -256,7 +246,7 @@ def test_an_own_loss_and_estimator_train_a_model(mine: str, model_dir: Path) -> 
         estimate_advantages(groups, rewards, rewards, {}, AdvantageConfig(kind=f"{mine}:forgetful"), own)
 
 
-def test_a_module_is_found_without_being_run_and_a_file_may_import_its_neighbours(
+def test_a_module_is_found_without_being_run_and_imports_its_neighbours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_losses.py").write_text("raise SystemExit\n@loss(level='sequence')\ndef own(): ...\n")

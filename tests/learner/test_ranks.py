@@ -313,9 +313,7 @@ def test_a_lone_rank_of_deepspeed_goes_on_from_what_two_saved(alone: Path, toget
 
 
 @each("zero-1-poisoned", "zero-2-poisoned", "zero-3-poisoned", "tensor-poisoned")
-def test_a_gradient_that_is_no_number_is_refused_by_all_ranks_and_leaves_nothing_behind(
-    alone: Path, together: Path, name: str
-) -> None:
+def test_a_gradient_that_is_no_number_is_refused_by_all_ranks_without_a_trace(alone: Path, together: Path, name: str) -> None:
     assert report(together / name)["applied"] == [True, False, True]
     assert_same_state(together / name, alone / "two", ODD)
 

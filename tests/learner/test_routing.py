@@ -164,10 +164,7 @@ def test_experts_of_another_model_are_refused(change: Any, message: str, tmp_pat
 
 def test_a_learner_that_cannot_replay_says_so(model_dir: Path) -> None:
     group = routed(make_group(0, [3, 4]), Routing(4, 2, 4))
-    with pytest.raises(
-        RecordError,
-        match="group 0 was recorded with experts that are not known here, which",
-    ):
+    with pytest.raises(RecordError, match="group 0 was recorded with experts that are not known here, which"):
         making.make_backend(model_dir).partition([make_rows([group], [[1.0, 1.0]])])
 
 

@@ -262,9 +262,7 @@ def test_weights_decay_whatever_they_are_of() -> None:
 
 
 @pytest.mark.parametrize("kind", OLDER)
-def test_a_checkpoint_says_its_rotations_to_versions_of_transformers_that_the_model_was_saved_by(
-    tmp_path: Path, kind: str
-) -> None:
+def test_a_checkpoint_says_its_rotations_to_versions_of_transformers_that_saved_the_model(tmp_path: Path, kind: str) -> None:
     name, more = OLDER[kind]
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
     config = getattr(transformers, name)(**sizes, vocab_size=32, num_key_value_heads=1, max_position_embeddings=64)

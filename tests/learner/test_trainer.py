@@ -328,9 +328,7 @@ def test_a_run_in_which_groups_are_tried_has_the_bits_of_one_in_which_none_is(li
         assert {name for name in one if one[name] != two[name] and not name.endswith(("/seconds", "_seconds"))} <= TIMED
 
 
-def test_groups_that_are_suspected_are_tried_and_named_before_the_batch_is_taken(
-    live: Live, undisturbed: dict[str, bytes]
-) -> None:
+def test_suspected_groups_are_tried_and_named_before_the_batch_is_taken(live: Live, undisturbed: dict[str, bytes]) -> None:
     life = live(faults={("tried", 1): "forget"})
     life.hub.suspects = make_batches()[0]
     life.ran()

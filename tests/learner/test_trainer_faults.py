@@ -55,9 +55,7 @@ def test_a_hub_that_restarts_again_and_again_is_followed(live: Live, undisturbed
 
 
 @pytest.mark.parametrize("fault", [f for f in FORGETS if f != ("take", STEPS)], ids=lambda fault: f"{fault[0]} {fault[1]}")
-def test_a_learner_that_died_is_succeeded_without_a_trace(
-    live: Live, undisturbed: dict[str, bytes], fault: tuple[str, int]
-) -> None:
+def test_a_dead_learner_is_succeeded_without_a_trace(live: Live, undisturbed: dict[str, bytes], fault: tuple[str, int]) -> None:
     with pytest.raises(Killed):
         live(faults={fault: "kill"}).trainer.run()
     second = live()
@@ -94,9 +92,7 @@ def test_killed_while_it_writes_a_checkpoint_it_goes_on_from_the_one_before(
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_on_a_full_disk_the_next_checkpoint_is_tried_and_only_the_last_ends_the_run(
-    live: Live, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_full_disk_the_next_checkpoint_is_tried_and_the_last_ends_it(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     life = live()
     at_checkpoint(life, monkeypatch, 2, FULL)
     assert life.trainer.run() == "finished" and life.saved() == [4]

@@ -84,18 +84,11 @@ def test_two_events_diverge_as_bernoullis_do_at_any_probability() -> None:
 @pytest.mark.parametrize(
     ("kind", "setting", "value"),
     [
-        ("dppo_tv", "delta", 0.0),
-        ("dppo_tv", "delta", 1.0),
-        ("dppo_kl", "delta", -1.0),
-        ("ipo", "epsilon", 1.0),
-        ("oapl", "beta", 0.0),
-        ("sapo", "tau", [1.0, 0.0]),
-        ("vespo", "k", [0.0, 3.0]),
-        ("vespo", "lam", [3.0]),
-        ("sao", "low", 1.5),
-        ("sao", "high", 1.0),
+        ("dppo_tv", "delta", 0.0), ("dppo_tv", "delta", 1.0), ("dppo_kl", "delta", -1.0), ("ipo", "epsilon", 1.0),
+        ("oapl", "beta", 0.0), ("sapo", "tau", [1.0, 0.0]), ("vespo", "k", [0.0, 3.0]), ("vespo", "lam", [3.0]),
+        ("sao", "low", 1.5), ("sao", "high", 1.0),
     ],
-)
+)  # fmt: skip
 def test_a_region_that_holds_all_or_nothing_is_refused_by_name(kind: str, setting: str, value: object) -> None:
     with pytest.raises(ValidationError, match=setting):
         LossConfig.model_validate({"kind": kind, setting: value})

@@ -8,19 +8,17 @@ from pathlib import Path
 
 from async_rlhf.launch.run_lock import holder
 from async_rlhf.serve.queue_dir import QueueDir
-from tests.async_rlhf.test_faults import steps
-from tests.conftest import Command, wait_for
+from tests.conftest import Command, Start, steps, wait_for
 
 
 def test_a_run_outlives_a_daemon_that_is_killed_and_is_drained_by_one_that_ends(
-    command: Callable[..., Command], small_arguments: Callable[..., list[str]], place: Path
+    command: Start, small_arguments: Callable[..., list[str]], place: Path
 ) -> None:
     folder = place.parent / "submitted from"
     folder.mkdir()
     for name, num_steps in (("first", 100_000), ("second", 1)):
         words = ["queue", "submit", str(place), *small_arguments(name=name, max_steps=num_steps)[1:]]
-        code, output = Command(words, folder).finish()
-        assert code == 0, output
+        Command(words, folder).ends_with(0)
     (folder / "random.py").write_text("raise ImportError('of the user')\n")  # no module of a run that `train` begins either
     queue = QueueDir.existing(place)
     first = queue.runs / "first"
@@ -41,6 +39,5 @@ def test_a_run_outlives_a_daemon_that_is_killed_and_is_drained_by_one_that_ends(
     wait_for(lambda: queue.daemon() and steps(first) >= 4, "step 4 under the second daemon")
     assert holder(first / "lock") == supervisor and states() == ["running", "waiting"]
     daemon.process.send_signal(signal.SIGTERM)
-    code, output = daemon.finish()
-    assert code == 0 and output.endswith("drains what runs\nfirst: pausing\nfirst: waiting (the daemon ended)\n"), output
+    assert daemon.ends_with(0).endswith("drains what runs\nfirst: pausing\nfirst: waiting (the daemon ended)\n")
     assert states() == ["waiting", "waiting"] and not queue.is_alive(queue.find("first"))

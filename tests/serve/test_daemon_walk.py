@@ -17,8 +17,7 @@ from async_rlhf.inspect.rollouts import records
 from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.serve.queue_dir import QueueDir
-from tests.async_rlhf.test_faults import assert_no_orphans, steps
-from tests.conftest import REPOSITORY, Command, wait_for
+from tests.conftest import REPOSITORY, Command, assert_no_orphans, steps, wait_for
 from tests.documents import blocks, lines
 
 PLACE = "/srv/rl"
@@ -55,9 +54,7 @@ class Shell:
         return self._started[-1]
 
     def run(self, line: str) -> str:
-        code, output = self.start(line).finish()
-        assert code == 0, f"{line}: {output}"
-        return output
+        return self.start(line).ends_with(0)
 
     def close(self) -> None:
         for each in self._started:
@@ -147,8 +144,7 @@ def test_a_new_operator_walks_from_two_runs_to_the_best_model_though_everything_
     shell.run(cancel)
     assert states() == ["finished", "finished", "cancelled"]
     daemon.process.send_signal(signal.SIGTERM)
-    code, output = daemon.finish()
-    assert code == 0 and "second: finished\n" in output, output
+    daemon.ends_with(0, "second: finished\n")
 
 
 def assert_each_row_is_used_once(run: Path, words: list[str]) -> None:

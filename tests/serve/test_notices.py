@@ -77,9 +77,7 @@ def test_a_run_that_has_said_how_it_ended_is_not_told_of_again(
     assert queue.find("run").reason == "stalled" and not (tmp_path / "told").exists()
 
 
-def test_a_hook_that_fails_and_a_configuration_that_cannot_be_read_are_named_and_hold_up_nothing(
-    queue: QueueDir, lost: Given
-) -> None:
+def test_a_hook_that_fails_and_an_unreadable_configuration_are_named_and_hold_up_nothing(queue: QueueDir, lost: Given) -> None:
     said: list[str] = []
     daemon = Daemon(queue, say=said.append)
     lost("fails", ["/bin/false"])

@@ -6,8 +6,6 @@ import json
 import re
 import shlex
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,17 +22,9 @@ from async_rlhf.serve.daemon import Daemon
 from async_rlhf.serve.queue_dir import QueueDir
 from async_rlhf.serve.turns import QueueEntry, State
 from tests.async_rlhf.test_spooled_run import fed
-from tests.conftest import REPOSITORY, file_size_limit, invoke
+from tests.conftest import REPOSITORY, Hold, file_size_limit, invoke, output_of, stdout_of
 
 Queued = Callable[..., QueueEntry]
-HOLD = """
-import sys
-from pathlib import Path
-from async_rlhf.launch.run_lock import RunLock
-lock = RunLock.take(Path(sys.argv[1]))
-print(flush=True)
-sys.stdin.read()
-"""
 
 
 @pytest.fixture
@@ -60,38 +50,33 @@ def states(queue: QueueDir) -> dict[str, str]:
 
 def test_what_is_submitted_is_listed_in_order_with_its_resolved_configuration(queue: QueueDir, small_arguments: Any) -> None:
     submitted = small_arguments(name="first")[1:]
-    assert invoke("queue", "submit", queue.path, *submitted) == (
-        0,
-        f"run 1 of {queue.path}: first; it waits for: async-rlhf queue serve {queue.path}\n",
-    )
-    assert invoke("queue", "submit", queue.path, *submitted, "--set", "name=second")[0] == 0
-    code, output = invoke("queue", "list", queue.path, "--json")
-    found = json.loads(output)
-    assert code == 0 and found["daemon"] is None
-    assert [(row["number"], row["name"], row["state"], row["max_steps"]) for row in found["runs"]] == [
-        (1, "first", "waiting", 4),
-        (2, "second", "waiting", 4),
-    ]
+    waits = f"run 1 of {queue.path}: first; it waits for: async-rlhf queue serve {queue.path}\n"
+    assert output_of(0, "queue", "submit", queue.path, *submitted) == waits
+    output_of(0, "queue", "submit", queue.path, *submitted, "--set", "name=second")
+    found = json.loads(stdout_of("queue", "list", queue.path, "--json"))
+    assert found["daemon"] is None
+    listed = [(row["number"], row["name"], row["state"], row["max_steps"]) for row in found["runs"]]
+    assert listed == [(1, "first", "waiting", 4), (2, "second", "waiting", 4)]
     assert found["runs"][0]["run"] == str(queue.path / "runs" / "first") and found["runs"][0]["cwd"] == str(Path.cwd())
     assert "output_dir = " + json.dumps(str(queue.runs)) in (queue.folder(queue.find("first")) / "config.toml").read_text()
-    shown = invoke("queue", "list", queue.path)[1].splitlines()
+    shown = output_of(0, "queue", "list", queue.path).splitlines()
     assert shown[0].startswith("no daemon; start one: async-rlhf queue serve ")
     assert shown[1].split() == ["1", "first", "waiting", "0/4"]
 
 
-def test_prompts_may_be_put_as_soon_as_the_run_that_they_are_for_is_queued(
+def test_prompts_may_be_put_as_soon_as_the_run_for_them_is_queued(
     queue: QueueDir, small_arguments: Any, tmp_path: Path
 ) -> None:
     spool, rows = tmp_path / "prompts", tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "answer": "a"}\n')
-    code, output = invoke("queue", "submit", queue.path, *small_arguments(name="fed", **fed(spool))[1:])
-    assert code == 0 and f"prompts may come from now on: async-rlhf spool put {spool} FILE" in output
-    assert invoke("spool", "put", spool, rows)[0] == 0
+    output = output_of(0, "queue", "submit", queue.path, *small_arguments(name="fed", **fed(spool))[1:])
+    assert f"prompts may come from now on: async-rlhf spool put {spool} FILE" in output
+    output_of(0, "spool", "put", spool, rows)
 
 
 def test_what_check_refuses_is_refused_before_it_is_queued(queue: QueueDir, small_arguments: Any) -> None:
-    code, output = invoke("queue", "submit", queue.path, *small_arguments()[1:], "--set", "data.source=lost.jsonl")
-    assert code == 3 and "lost.jsonl" in output, output
+    submitted = (*small_arguments()[1:], "--set", "data.source=lost.jsonl")
+    assert "lost.jsonl" in output_of(3, "queue", "submit", queue.path, *submitted)
     assert queue.entries() == []
 
 
@@ -139,26 +124,23 @@ def test_an_operator_does_what_the_state_allows_and_is_refused_the_rest_with_the
 
 def test_a_name_or_a_directory_that_is_not_there_is_named(queue: QueueDir, queued: Queued, tmp_path: Path) -> None:
     queued("speller")
-    code, output = invoke("queue", "cancel", queue.path, "speler")
-    assert code == 3 and "has no run 'speler'; did you mean 'speller'?" in output
-    code, output = invoke("queue", "list", tmp_path / "nowhere")
-    assert code == 3 and "holds no queue of runs; async-rlhf queue submit" in output
+    assert "has no run 'speler'; did you mean 'speller'?" in output_of(3, "queue", "cancel", queue.path, "speler")
+    assert "holds no queue of runs; async-rlhf queue submit" in output_of(3, "queue", "list", tmp_path / "nowhere")
 
 
 def test_the_directory_of_a_run_is_no_queue(small: Any) -> None:
     run = RunDir.create(small())
     before = sorted(run.path.rglob("*"))
     for words in (["list"], ["serve"], ["stop", "name"]):
-        code, output = invoke("queue", words[0], run.path, *words[1:])
-        assert code == 3 and "is a run directory: a queue of runs needs one of its own" in output, output
+        output = output_of(3, "queue", words[0], run.path, *words[1:])
+        assert "is a run directory: a queue of runs needs one of its own" in output
     assert sorted(run.path.rglob("*")) == before
 
 
 def test_a_second_daemon_is_refused_and_names_the_first(queue: QueueDir) -> None:
     lock = queue.take()
-    code, output = invoke("queue", "serve", queue.path)
-    assert code == 3 and f"'{queue.path}' has a daemon already (process " in output, output
-    assert "daemon: process " in invoke("queue", "list", queue.path)[1]
+    assert f"'{queue.path}' has a daemon already (process " in output_of(3, "queue", "serve", queue.path)
+    assert "daemon: process " in output_of(0, "queue", "list", queue.path)
     lock.release()
     queue.take().release()
 
@@ -228,19 +210,15 @@ def test_an_entry_of_a_newer_format_is_set_aside_and_left_as_it_is_and_the_other
     state.write_text(newer := json.dumps({**json.loads(state.read_text()), "format": QUEUE.newest + 1}))
     why = "an entry of a queue of runs of format 2, this version of async-rlhf reads 1"
     assert states(queue) == {"newer": "failed", "good": "waiting"} and why in queue.find("newer").reason
-    code, output = invoke("queue", "list", queue.path)
-    assert code == 0 and why in output and "good" in output
-    for verb in ("cancel", "resume"):
-        code, output = invoke("queue", verb, queue.path, "newer")
-        assert code == 3 and why in output, output
-    assert invoke("queue", "cancel", queue.path, "good")[0] == 0
+    output = output_of(0, "queue", "list", queue.path)
+    assert why in output and "good" in output
+    assert all(why in output_of(3, "queue", verb, queue.path, "newer") for verb in ("cancel", "resume"))
+    output_of(0, "queue", "cancel", queue.path, "good")
     Daemon(queue, say=print).look()
     assert queued("next").number == 3 and state.read_text() == newer
 
 
-def test_a_run_that_is_called_otherwise_in_its_configuration_is_not_begun_where_nobody_looks_for_it(
-    queue: QueueDir, queued: Queued
-) -> None:
+def test_a_run_with_another_name_in_its_configuration_is_not_begun_where_nobody_looks(queue: QueueDir, queued: Queued) -> None:
     config = queue.folder(queued("first")) / "config.toml"
     config.write_text(config.read_text().replace('name = "first"', 'name = "other"'))
     Daemon(queue, say=print).look()
@@ -260,21 +238,17 @@ def test_a_run_directory_of_a_newer_format_is_not_started(queue: QueueDir, queue
 
 
 def test_a_run_that_lives_on_without_a_daemon_is_asked_to_end_once_and_has_stopped_when_a_daemon_looks(
-    queue: QueueDir, queued: Queued, tmp_path: Path
+    queue: QueueDir, queued: Queued, hold: Hold
 ) -> None:
     entry = queued("run", "running")
     queue.run(entry).path.mkdir()
-    command = [sys.executable, "-c", HOLD, str(queue.run(entry).lock_file)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as held:
-        assert held.stdout is not None and held.stdout.readline() == b"\n"
-        assert queue.is_alive(entry)
-        code, output = invoke("queue", "cancel", queue.path, "run")
-        assert code == 3 and "stop it first" in output
-        assert invoke("queue", "stop", queue.path, "run") == (0, "run: stopping\n")
-        assert held.wait(60) == -signal.SIGTERM
+    held = hold(queue.run(entry).lock_file)
+    assert queue.is_alive(entry)
+    assert "stop it first" in output_of(3, "queue", "cancel", queue.path, "run")
+    assert output_of(0, "queue", "stop", queue.path, "run") == "run: stopping\n"
+    assert held.wait(60) == -signal.SIGTERM
     assert queue.find("run").drain_sent
-    code, output = invoke("queue", "stop", queue.path, "run")
-    assert code == 3 and f"to force it to end: async-rlhf stop {queue.runs / 'run'}" in output
+    assert f"to force it to end: async-rlhf stop {queue.runs / 'run'}" in output_of(3, "queue", "stop", queue.path, "run")
     Daemon(queue, say=lambda line: None).look()
     assert states(queue) == {"run": "stopped"}
 

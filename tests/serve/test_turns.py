@@ -106,18 +106,12 @@ def after(entry: QueueEntry, seen: SeenRun, *, closing: bool = False) -> QueueEn
 @pytest.mark.parametrize(
     ("state", "ended", "then"),
     [
-        ("running", FINISHED, "finished"),
-        ("running", BROKEN, "failed"),
-        ("running", DRAINED, "stopped"),
-        ("stopping", FINISHED, "finished"),
-        ("stopping", DRAINED, "stopped"),
-        ("stopping", None, "stopped"),
-        ("stopping", BROKEN, "stopped"),
-        ("pausing", FINISHED, "finished"),
-        ("pausing", BROKEN, "failed"),
+        ("running", FINISHED, "finished"), ("running", BROKEN, "failed"), ("running", DRAINED, "stopped"),
+        ("stopping", FINISHED, "finished"), ("stopping", DRAINED, "stopped"), ("stopping", None, "stopped"),
+        ("stopping", BROKEN, "stopped"), ("pausing", FINISHED, "finished"), ("pausing", BROKEN, "failed"),
     ],
-)
-def test_a_run_that_has_ended_is_started_again_only_where_it_was_interrupted(
+)  # fmt: skip
+def test_a_run_that_has_ended_starts_again_where_it_was_interrupted(
     state: State, ended: RecordedEnd | None, then: State
 ) -> None:
     found = after(QueueEntry(1, "run", state), SeenRun(False, ended))

@@ -146,15 +146,7 @@ class ActorRole:
     """An actor's process under one name: the real `Worker`, turned by the world."""
 
     def __init__(
-        self,
-        name: str,
-        hub: HubRole,
-        network: Network,
-        *,
-        group_size: int,
-        capacity: int,
-        tokens: int,
-        rows: int = 1,
+        self, name: str, hub: HubRole, network: Network, *, group_size: int, capacity: int, tokens: int, rows: int = 1
     ) -> None:
         self.name, self._hub, self._network, self._capacity = name, hub, network, capacity
         self._pace = hub.pace
@@ -175,14 +167,10 @@ class ActorRole:
         self.link = self._network.connect(self.name, lambda: self._soon(life))
         link = self.link
         client = ActorClient(
-            self._hub.address,
-            self.name,
-            beat_s=self._pace.beat_s,
-            timeout_s=self._pace.timeout_s,
-            connect=lambda *_: link,
+            self._hub.address, self.name, beat_s=self._pace.beat_s, timeout_s=self._pace.timeout_s, connect=lambda *_: link,
             weights=self._hub.weights,
             take_seat=None if self._hub.ether is None else partial(self._hub.ether.take_seat, self.process),
-        )
+        )  # fmt: skip
         self._engine, scoring = FakeEngine(), cast("ScoringPool[RolloutKey]", FakeScoring(world.rng))
         self._worker = Worker(
             self.name, client, self._engine, scoring, self._work, self._capacity, 0.5, clock=lambda: world.now

@@ -65,14 +65,9 @@ class HubRole:
         self.disk = MemoryDisk(world.rng)
         self.network = Network(world, self.arrive)
         self._config = QueueConfig(
-            max_staleness=bound.max_staleness,
-            exact=bound.exact,
-            window=bound.window,
-            lease_s=pace.lease_s,
-            progress_timeout_s=pace.progress_timeout_s,
-            max_attempts=max_attempts,
-            fsync=fsync,
-        )
+            max_staleness=bound.max_staleness, exact=bound.exact, window=bound.window, lease_s=pace.lease_s,
+            progress_timeout_s=pace.progress_timeout_s, max_attempts=max_attempts, fsync=fsync,
+        )  # fmt: skip
         self._segment_bytes = segment_bytes
         self._inbox: list[tuple[bytes, wire.Frames]] = []
         self.life = 0

@@ -17,11 +17,7 @@ from async_rlhf.buffers.protocol.message import SealedPlace
 from async_rlhf.buffers.weights import shared
 from tests.simulation.world import ViolationError
 
-SEALING = (
-    "async_rlhf.buffers.clients.learner",
-    "async_rlhf.buffers.weights.server",
-    "async_rlhf.buffers.weights.relay",
-)
+SEALING = ("async_rlhf.buffers.clients.learner", "async_rlhf.buffers.weights.server", "async_rlhf.buffers.weights.relay")
 MAPPING = ("async_rlhf.buffers.weights.server", "async_rlhf.buffers.weights.receiver")
 PART_BYTES = 60
 """Five parts a set."""

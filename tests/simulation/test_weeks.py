@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 
 from async_rlhf.buffers.hub.exchange import Exchange
 from async_rlhf.buffers.queue.fleet import Actor
 from tests.simulation import weeks
+from tests.simulation.mutations import mutation
 
-
-def lease_by_the_wall_clock() -> AbstractContextManager[Any]:
-    """The hub counts silence by the clock that people set."""
-    honest = Exchange.__init__
-
-    def begin(self: Exchange, config: Any, bound: Any, journal: Any, store: Any, clock: Any, *rest: Any, **named: Any) -> None:
-        honest(self, config, bound, journal, store, lambda: time.time(), *rest, **named)
-
-    return patch.object(Exchange, "__init__", begin)
-
-
-def remember_what_every_actor_made() -> AbstractContextManager[Any]:
-    """The numbers of groups that are done are never forgotten as long as their actor stays."""
-    honest = Actor.progressed
-
-    def progressed(self: Actor, amounts: Iterable[tuple[int, int]], now: float) -> None:
-        honest(self, {**self._works_on, **dict(amounts)}.items(), now)
-
-    return patch.object(Actor, "progressed", progressed)
+LEASE_BY_THE_WALL_CLOCK = mutation(
+    "The hub counts silence by the clock that people set.", "lease",
+    (Exchange.__init__, "= clock,", '= (lambda: __import__("time").time()),'),
+)  # fmt: skip
+REMEMBER_WHAT_EVERY_ACTOR_MADE = mutation(
+    "The numbers of groups that are done are never forgotten as long as their actor stays.", "",
+    (Actor.progressed, "known = dict(amounts)", "known = {**self._works_on, **dict(amounts)}"),
+)  # fmt: skip
 
 
 @pytest.mark.rest
@@ -49,12 +34,12 @@ def test_four_weeks_break_no_rule_and_nothing_grows(kills: int) -> None:
 
 
 def test_a_lease_by_a_clock_that_is_set_is_found() -> None:
-    with lease_by_the_wall_clock():
+    with LEASE_BY_THE_WALL_CLOCK.planted():
         found = weeks.run(5, kills=0)
-    assert found.violation is not None and found.violation.rule == "lease", found.violation
+    assert found.violation is not None and found.violation.rule in LEASE_BY_THE_WALL_CLOCK.rules, found.violation
 
 
 def test_numbers_that_are_never_forgotten_are_found() -> None:
-    with remember_what_every_actor_made():
+    with REMEMBER_WHAT_EVERY_ACTOR_MADE.planted():
         found = weeks.run(1, kills=0, days=14)
     assert any(place.endswith("._works_on") for place in found.grown), found.grown

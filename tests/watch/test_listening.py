@@ -21,15 +21,13 @@ from unittest.mock import patch
 import h11
 import pytest
 from serving import Site, serving
-from typer.testing import CliRunner
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import DISK
 from async_rlhf.buffers.spool.deposit import end
-from async_rlhf.cli.commands import app
 from async_rlhf.watch import http as served_over
 from async_rlhf.watch.intake import MAX_BODY_BYTES, SOCKET, intake, listen
-from tests.conftest import wait_for
+from tests.conftest import output_of, wait_for
 
 TOKEN = "0123456789abcdef-secret"
 
@@ -145,9 +143,7 @@ def test_the_command_takes_rows_at_a_socket_that_this_user_alone_can_open(spool:
 
 def test_the_command_refuses_what_it_could_not_take_rows_for(tmp_path: Path, spool: Path) -> None:
     def said(*words: str) -> str:
-        found = CliRunner().invoke(app, ["spool", "listen", *words])
-        assert found.exit_code == 3
-        return found.output
+        return output_of(3, "spool", "listen", *words)
 
     assert "is no directory" in said(str(tmp_path / "none"))
     for address in ("0.0.0.0:0", "127.0.0.1:0", "[::1]:0"):

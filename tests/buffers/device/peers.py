@@ -129,13 +129,9 @@ class Peer:
     def __init__(self, role: str, *arguments: str, stops: str = "") -> None:
         command = [sys.executable, "-m", "tests.buffers.device.peers", role, stops, *arguments]
         self.process = subprocess.Popen(
-            command,
-            cwd=Path(__file__).parents[3],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            command, cwd=Path(__file__).parents[3], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             start_new_session=True,
-        )
+        )  # fmt: skip
         self._lines: SimpleQueue[dict[str, Any]] = SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 

@@ -74,13 +74,7 @@ class InProcessHub:
         return self.receive(LEARNER, wire.Take(fence=self.fence, step=step, **fields))
 
     def make(
-        self,
-        number: int,
-        score: float | str = 1.0,
-        *,
-        constant: bool = False,
-        text: str = "",
-        version: int | None = None,
+        self, number: int, score: float | str = 1.0, *, constant: bool = False, text: str = "", version: int | None = None
     ) -> list[Any]:
         """A group that was credited is put; its members are sampled by this version, else by the one published last."""
         sampled_by = (self.exchange._admission.published or 0) if version is None else version

@@ -125,9 +125,7 @@ def test_no_message_ends_the_hub(events: list[tuple[bytes, Any]], exact: bool) -
         assert after["trained"] + after["queued"] == waiting or exact
 
 
-def test_in_exact_mode_weights_stay_until_the_group_made_by_them_is_durable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_exact_mode_weights_stay_until_their_last_group_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = WeightStore(tmp_path / "weights")
     with closing(Journal(tmp_path / "queue", segment_bytes=1 << 20, fsync="off")) as journal:
         hub = InProcessHub(Bound(1, 1, 9, exact=True), journal, store, fsync="off")

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from tests.buffers.hub.place import (
     tensors,
     train,
     until,
-)  # fmt: skip
+)
 
 
 @pytest.fixture
@@ -118,9 +119,7 @@ def test_a_restarted_hub_loses_nothing_and_trains_nothing_twice(begun: Callable[
 
 def test_an_actor_that_was_cut_off_is_given_again_what_was_lost_on_the_way(begun: Callable[..., Begun]) -> None:
     """A frame over twice the limit cuts the connection: credits may be lost with it, and the actor says hello again."""
-    _, anna, learner = begun(
-        Bound(groups_per_batch=2, max_staleness=0, num_groups=6), max_frame_bytes=CHUNK_BYTES, lease_s=1000.0
-    )
+    _, anna, learner = begun(Bound(2, 0, 6), max_frame_bytes=CHUNK_BYTES, lease_s=1000.0)
     for step in range(3):
         until(lambda: len(anna.begun) == 2, anna)
         if step == 1:
@@ -139,12 +138,7 @@ def test_a_second_learner_takes_over_and_the_first_is_told(place: Callable[..., 
     assert train(first, 0) == [0]
     assert taken(first, 1) == [1]
     second = hub.learner()
-    for call in (
-        lambda: first.take(1),
-        lambda: first.publish(1, {}),
-        lambda: first.commit(1),
-        lambda: first.register(1, 0),
-    ):
+    for call in (lambda: first.take(1), lambda: first.publish(1, {}), lambda: first.commit(1), lambda: first.register(1, 0)):
         with pytest.raises(RefusedError, match="fenced: fence 1 is over: another learner holds 2"):
             call()
     hub.restart()
@@ -159,9 +153,7 @@ def test_a_second_learner_takes_over_and_the_first_is_told(place: Callable[..., 
     assert hub.status()["ledger"]["trained"] == 2
 
 
-def test_a_batch_that_ends_learners_is_tried_group_by_group_and_goes_on_without_the_guilty_one(
-    make: Callable[..., Place],
-) -> None:
+def test_a_batch_that_ends_learners_is_tried_group_by_group_and_goes_on_without_the_guilty_one(make: Any) -> None:
     hub = make(max_attempts=2)
     anna = hub.actor()
     learner = hub.learner()
@@ -254,9 +246,7 @@ def test_a_learner_that_waits_for_its_batch_hears_of_a_refused_set_and_of_a_rest
 # -- slow links, strangers
 
 
-def test_messages_in_a_dialect_that_does_not_tell_its_connection_are_refused_or_answered_like_any_other(
-    make: Callable[..., Place],
-) -> None:
+def test_messages_in_a_dialect_that_does_not_tell_its_connection_are_refused_or_answered_like_any_other(make: Any) -> None:
     """A greeting of ZMTP 1.0 without an identity, and messages behind their length and a flag."""
     hub = make()
     for text in (b"oops", bytes(4), b"\xff" * 4):

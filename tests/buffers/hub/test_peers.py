@@ -251,15 +251,10 @@ def test_many_long_texts_make_a_batch(make_hub: MakeHub) -> None:
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 SCHEMA = GroupSchema(
-    group_size=2,
-    vocabulary=100,
-    max_prompt_length=2,
-    max_completion_length=3,
-    rewards=frozenset({"right"}),
-    sampling=Sampling(),
-    environment=True,
+    group_size=2, vocabulary=100, max_prompt_length=2, max_completion_length=3, rewards=frozenset({"right"}),
+    sampling=Sampling(), environment=True,
     routing=Routing(layers=3, choices=2, experts=8),
-)
+)  # fmt: skip
 
 
 def rollout(token: int = 5, length: int = 3, **changed: Any) -> Rollout:
@@ -268,40 +263,27 @@ def rollout(token: int = 5, length: int = 3, **changed: Any) -> Rollout:
     return Rollout(ids, finish_reason="stop", **fields | changed)
 
 
+def beside(*token: int, **changed: Any) -> dict[str, Any]:
+    """This member, and one as it should be."""
+    return {"rollouts": (rollout(*token, **changed), rollout())}
+
+
 MASK = SamplingMask(np.array([1, 1, 2], np.int32), np.array([5, 5, 5, 777], np.int32))
 ANEW = {"logprobs": np.full(2, -0.5, np.float32), "spans": (Span(0, 1), Span(None, 1, restarts=True), Span(0, 1))}
 EXPERTS = np.arange(24, dtype=np.uint8).reshape(4, 3, 2) % 7
 BEGINS = {"logprobs": np.full(2, -0.5, np.float32), "spans": (Span(None, 1), Span(0, 2))}
 UNFIT: dict[str, tuple[dict[str, Any], str]] = {
     "one member instead of two": ({"rollouts": (rollout(),)}, "members: 1; this run's: 2"),
-    "a token beyond the vocabulary": ({"rollouts": (rollout(100), rollout())}, "largest token id: 100; at most 99"),
+    "a token beyond the vocabulary": (beside(100), "largest token id: 100; at most 99"),
     "a prompt token beyond it": ({"prompt_ids": np.array([1 << 20], np.int32)}, "largest token id: 1048576"),
-    "a sampling mask beyond it": (
-        {"rollouts": (rollout(sampling_mask=MASK), rollout())},
-        "largest token id in a sampling mask: 777",
-    ),
-    "a reward that the run has not": (
-        {"rollouts": (rollout(scores={"other": Score(1.0)}),) * 2},
-        "rewards: ['other']; this run's: ['right']",
-    ),
-    "a completion that is too long": ({"rollouts": (rollout(length=4), rollout())}, "tokens of a completion: 4; at most 3"),
+    "a sampling mask beyond it": (beside(sampling_mask=MASK), "largest token id in a sampling mask: 777"),
+    "another reward": ({"rollouts": (rollout(scores={"other": Score(1.0)}),) * 2}, "rewards: ['other']; this run's: ['right']"),
+    "a completion that is too long": (beside(length=4), "tokens of a completion: 4; at most 3"),
     "a prompt that is too long": ({"prompt_ids": np.zeros(3, np.int32)}, "prompt tokens: 3; at most 2"),
-    "a row that begins anew": (
-        {"rollouts": (rollout(**ANEW), rollout())},
-        "a row that begins anew; this run has environment.render other than 'split'",
-    ),
-    "a prompt that goes on behind the group's": (
-        {"rollouts": (rollout(**BEGINS), rollout())},
-        "a completion that begins with what was read; this run has no agent",
-    ),
-    "an expert that the model has not": (
-        {"rollouts": (rollout(routing=EXPERTS + 2), rollout(routing=EXPERTS))},
-        "expert 8; the",
-    ),
-    "experts of other layers": (
-        {"rollouts": (rollout(routing=EXPERTS[:, 1:]),) * 2},
-        "2 experts in each of 2 layers; the model",
-    ),
+    "a row that begins anew": (beside(**ANEW), "a row that begins anew; this run has environment.render other"),
+    "a prompt that goes on behind the group's": (beside(**BEGINS), "a completion that begins with what was read"),
+    "an expert the model has not": ({"rollouts": (rollout(routing=EXPERTS + 2), rollout(routing=EXPERTS))}, "expert 8; the"),
+    "experts of other layers": ({"rollouts": (rollout(routing=EXPERTS[:, 1:]),) * 2}, "2 experts in each of 2 layers; the"),
     "another temperature": ({"sampling": Sampling(temperature=0.5)}, "sampling: temperature=0.5 top_k=0"),
 }
 
@@ -317,9 +299,7 @@ def test_a_group_that_the_learner_could_not_use_is_refused_at_the_door(make_hub:
     assert hub.status()["ledger"]["queued"] == 0
 
 
-def test_what_of_an_agents_prompt_is_not_its_groups_may_be_as_long_as_a_prompt_and_its_chains_begin_anew(
-    make_hub: MakeHub,
-) -> None:
+def test_what_of_an_agents_prompt_is_not_its_groups_may_be_as_long_as_one_and_its_chains_begin_anew(make_hub: MakeHub) -> None:
     hub = make_hub(wanted={"schema": replace(SCHEMA, calls=True)})
     hub.begin()
     one, spans = np.array([1], np.int32), (Span(None, 1), Span(0, 3))

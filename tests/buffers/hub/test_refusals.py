@@ -39,6 +39,10 @@ def first(name: str, value: Any) -> dict[str, Any]:
     return {name: [value, *FIELDS[name][1:]]}
 
 
+def sent(kind: str, **fields: Any) -> wire.Frames:
+    return encoded({"type": kind} | fields)
+
+
 def nested(depth: int) -> Any:
     value: Any = 1
     for _ in range(depth):
@@ -50,9 +54,9 @@ OLD = {"fence": 1, "step": 0}
 WRONG: dict[str, tuple[wire.Frames, str, str]] = {
     "another protocol": (encoded({"type": "bye"}, protocol=99), "protocol", "protocol 99; this side has protocol"),
     "a protocol of text": (encoded({"type": "bye"}, protocol="two"), "protocol", "protocol two"),
-    "an unknown type": (encoded({"type": "exec"}), "unknown-type", "'exec' is no message of this protocol, which has hello, "),
+    "an unknown type": (sent("exec"), "unknown-type", "'exec' is no message of this protocol, which has hello, "),
     "no type": (encoded({}), "unknown-type", "is no message of this protocol"),
-    "a message for others": (encoded({"type": "stop", "reason": "x"}), "unknown-type", "'stop' is not for the hub"),
+    "a message for others": (sent("stop", reason="x"), "unknown-type", "'stop' is not for the hub"),
     "an empty header": ([b""], "malformed", "no MessagePack"),
     "a header cut short": ([put()[0][:-9], *ARRAYS], "malformed", "no MessagePack"),
     "a header with more behind it": ([put()[0] + b"more", *ARRAYS], "malformed", "no MessagePack"),
@@ -63,7 +67,7 @@ WRONG: dict[str, tuple[wire.Frames, str, str]] = {
     "an oversized frame": (put([ARRAYS[0], bytes(LIMIT + 1)]), "oversized", f"the largest of {LIMIT + 1} bytes"),
     "an oversized header": ([bytes(LIMIT + 1)], "oversized", "the limits are"),
     "an unknown field": (put(extra=1), "field", "'put.group.extra' = '1'"),
-    "a missing field": (encoded({"type": "release"}), "field", "'release.numbers'"),
+    "a missing field": (sent("release"), "field", "'release.numbers'"),
     "a field of another type": (put(number="zero"), "field", "'put.group.number' = 'zero'"),
     "a score that is no number": (put(scores={"right": [float("nan"), 1.0]}), "field", "'nan'"),
     "an array cut short": (put([ARRAYS[0], ARRAYS[1][:-4]]), "lengths", "[32, 20] bytes, its header has [32, 24]"),
@@ -104,44 +108,24 @@ WRONG: dict[str, tuple[wire.Frames, str, str]] = {
     "a prompt of absurd length": (put(num_prompt_tokens=1 << 62), "lengths", "[32, 24] bytes"),
     "restarts of other members": (put(restarts=[[]]), "lengths", "'restarts' has 1 items for 2 members"),
     "a negative number": (put(number=-1), "field", "'put.group.number' = '-1'"),
-    "a sampling mask of other tokens": (
-        put(**first("num_support", -3)),
-        "field",
-        "'put.group.num_support.0' = '-3'",
-    ),
+    "a sampling mask of other tokens": (put(**first("num_support", -3)), "field", "'put.group.num_support.0' = '-3'"),
     "a number of thirty digits": (put(attempt=str(10**29)), "field", "'put.group.attempt' = '1000"),
-    "a number beyond 63 bits": (
-        encoded({"type": "fetch", "fence": (1 << 64) - 1, "version": 0}),
-        "field",
-        "'fetch.fence' = '184",
-    ),
+    "a number beyond 63 bits": (sent("fetch", fence=(1 << 64) - 1, version=0), "field", "'fetch.fence' = '184"),
     "a version beyond 32 bits": (put(**first("spans", [(1 << 31, 3, None)])), "field", "'put.group.spans.0.0.0' = '2147"),
-    "a whole number as a float": (encoded({"type": "take", "fence": 2.0, "step": 0}), "field", "'take.fence' = '2.0'"),
-    "a truth value as a number": (encoded({"type": "take", "fence": True, "step": 0}), "field", "'take.fence' = 'True'"),
-    "a number as a truth value": (
-        encoded({"type": "fetch", "fence": 2, "version": 0, "maps": 1}),
-        "field",
-        "'fetch.maps' = '1'",
-    ),
+    "a whole number as a float": (sent("take", fence=2.0, step=0), "field", "'take.fence' = '2.0'"),
+    "a truth value as a number": (sent("take", fence=True, step=0), "field", "'take.fence' = 'True'"),
+    "a number as a truth value": (sent("fetch", fence=2, version=0, maps=1), "field", "'fetch.maps' = '1'"),
     "an absurd score": (put(scores={"right": [1e308, 1.0]}), "field", "'1e+308'"),
-    "telemetry of its own": (
-        encoded({"type": "beat", "capacity": 1, "fence": 2, "version": 0, "telemetry": {"x": 1.0}}),
-        "field",
-        "x",
-    ),
+    "telemetry of its own": (sent("beat", capacity=1, fence=2, version=0, telemetry={"x": 1.0}), "field", "x"),
     "a column nested too deep": (put(columns={"a": nested(400)}), "field", "put.group.columns.a"),
-    "a chunk at the wrong time": (encoded({"type": "chunk", "fence": 2, "version": 5, "index": 0}), "malformed", "wrong time"),
-    "weights that are gone": (encoded({"type": "fetch", "fence": 2, "version": 77}), "weights", "version 77 is not here"),
-    "a chunk of them": (
-        encoded({"type": "fetch_chunk", "fence": 1, "version": 5, "index": 1 << 60}),
-        "weights",
-        "version 5 is not here",
-    ),
-    "an old learner's take": (encoded({"type": "take"} | OLD), "fenced", "fence 1 is over"),
-    "an old learner's step": (encoded({"type": "trained"} | OLD), "fenced", "fence 1 is over"),
-    "an old learner's commit": (encoded({"type": "commit"} | OLD), "fenced", "fence 1 is over"),
-    "a fence of the future": (encoded({"type": "take", "fence": 99, "step": 0}), "unregistered", "fence 99"),
-    "a step out of order": (encoded({"type": "trained", "fence": 2, "step": 5}), "order", "batch 5"),
+    "a chunk at the wrong time": (sent("chunk", fence=2, version=5, index=0), "malformed", "wrong time"),
+    "weights that are gone": (sent("fetch", fence=2, version=77), "weights", "version 77 is not here"),
+    "a chunk of them": (sent("fetch_chunk", fence=1, version=5, index=1 << 60), "weights", "version 5 is not here"),
+    "an old learner's take": (sent("take", **OLD), "fenced", "fence 1 is over"),
+    "an old learner's step": (sent("trained", **OLD), "fenced", "fence 1 is over"),
+    "an old learner's commit": (sent("commit", **OLD), "fenced", "fence 1 is over"),
+    "a fence of the future": (sent("take", fence=99, step=0), "unregistered", "fence 99"),
+    "a step out of order": (sent("trained", fence=2, step=5), "order", "batch 5"),
 }
 
 

@@ -59,13 +59,6 @@ def test_a_group_may_overtake_those_in_its_window_and_no_others() -> None:
     assert hub.take(1) == [1, 3]
 
 
-def test_the_actor_with_most_room_is_given_work_first() -> None:
-    hub = Ready(Bound(4, 0, 100))
-    hub.join("anna", capacity=2)
-    hub.join("ben", capacity=5)
-    assert hub.give() == {"ben": [0, 1, 2], "anna": [3]}
-
-
 def test_what_was_lost_is_given_again_the_lowest_number_first() -> None:
     hub = Ready(Bound(4, 0, 100))
     hub.join("anna", capacity=2)
@@ -183,12 +176,9 @@ def test_two_actors_that_wait_for_each_others_work_in_exact_mode_do_not_leave_th
 
 
 PUTS = {
-    "unknown": (10, entry()),
-    "duplicate": (0, entry()),
-    "superseded": (1, entry(attempt=3)),
-    "future": (1, Entry(0, 0, 9, 1)),
-    "stale": (2, Entry(0, -1, 0, 1)),
-}
+    "unknown": (10, entry()), "duplicate": (0, entry()), "superseded": (1, entry(attempt=3)),
+    "future": (1, Entry(0, 0, 9, 1)), "stale": (2, Entry(0, -1, 0, 1)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("reason", PUTS)

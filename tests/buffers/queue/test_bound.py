@@ -117,9 +117,7 @@ def test_exact_mode_makes_each_group_by_its_version_and_needs_strict_order_and_e
 
 @pytest.mark.parametrize("target", [None, 0, 1, 2, 3, 9])
 @pytest.mark.parametrize(("publish_every", "window"), [(1, 1), (2, 1), (1, 5), (2, 9)])
-def test_new_groups_stay_within_the_target_as_far_as_the_run_can_go_on(
-    target: int | None, publish_every: int, window: int
-) -> None:
+def test_new_groups_stay_within_the_target_while_the_run_can_go_on(target: int | None, publish_every: int, window: int) -> None:
     bound = Bound(4, max_staleness=4, num_groups=64, publish_every=publish_every, window=window)
     found = staleness_by_step(bound, [target], eager=False)
     assert len(found) == 16, "the run must reach its end"

@@ -267,9 +267,7 @@ def test_what_is_no_regular_file_is_left_alone_and_neither_read_nor_waited_for(
 
 
 @pytest.mark.parametrize("make", KINDS)
-def test_what_becomes_no_file_in_the_last_moment_is_set_aside_unread(
-    make: Callable[[Path], Any], opened: Opened, tmp_path: Path
-) -> None:
+def test_what_becomes_no_file_at_last_is_set_aside_unread(make: Callable[[Path], Any], opened: Opened, tmp_path: Path) -> None:
     spool = opened()
     make(tmp_path / "spool" / "0-strange.jsonl")
     with patch.object(Disk, "is_readable", lambda self, path: path.name[0].isdigit() and path.parent.name == "spool"):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +15,7 @@ from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.queue.journal import Journal
 from async_rlhf.buffers.transport import keys, link
 from tests.buffers.hub.in_process import InProcessHub
-from tests.buffers.hub.place import DEADLINE_S, Place, until
+from tests.buffers.hub.place import DEADLINE_S, until
 from tests.fuzz.mutants import originals
 
 OF_ACTORS = {"hello", "beat", "put", "release", "bye", "fetch", "fetch_chunk"}
@@ -23,20 +23,10 @@ MAY: dict[keys.Role, set[str]] = {
     "actor": OF_ACTORS,
     "relay": OF_ACTORS,
     "learner": {
-        "register",
-        "take",
-        "tried",
-        "trained",
-        "commit",
-        "sealed_part",
-        "publish",
-        "chunk",
-        "check",
-        "gather",
-        "broadcast",
+        "register", "take", "tried", "trained", "commit", "sealed_part", "publish", "chunk", "check", "gather", "broadcast",
     },
     "control": {"get_status", "drain", "gone", "quarantine", "halt"},
-}
+}  # fmt: skip
 FROM_THE_HUB = {
     "welcome", "credits", "adopt", "ack", "rejected", "later", "stop", "registered", "batch", "trial", "waiting", "ended",
     "status", "done", "refused", "wanted", "checked", "manifest",
@@ -45,9 +35,7 @@ FROM_THE_HUB = {
 
 
 @pytest.mark.parametrize("its", [["actor"], ["relay"], ["learner"], ["control"], ["actor", "control"]])
-def test_a_holder_sends_what_its_roles_may_and_the_rest_is_refused_by_name_and_counted(
-    tmp_path: Path, its: list[keys.Role]
-) -> None:
+def test_a_holder_sends_what_its_roles_may_and_the_rest_is_refused_and_counted(tmp_path: Path, its: list[keys.Role]) -> None:
     may, refused, types = set().union(*(MAY[role] for role in its)), set(), set()
     with closing(Journal(tmp_path)) as journal:
         hub = InProcessHub(Bound(1, 1, 4), journal)
@@ -64,9 +52,7 @@ def test_a_holder_sends_what_its_roles_may_and_the_rest_is_refused_by_name_and_c
     assert types - FROM_THE_HUB == set().union(*MAY.values())
 
 
-def test_a_stolen_key_of_an_actor_becomes_no_learner_no_operator_and_no_other_actor(
-    place: Callable[..., Place], tmp_path: Path
-) -> None:
+def test_a_stolen_key_of_an_actor_becomes_no_learner_no_operator_and_no_other_actor(place: Any, tmp_path: Path) -> None:
     keys.create(tmp_path / "keys", ["gpu2"], link.new_pair)
     hub, stolen = place(Bound(1, 1, 4), keys=tmp_path / "keys"), link.connector(tmp_path / "keys" / "for-gpu2")
     with pytest.raises(RefusedError, match="role: 'register' is for learner, and the key of 'gpu2' is allowed as actor"):

@@ -93,7 +93,7 @@ def mixed(public: Path, secret: Path) -> link.Connect:
     return lambda address, name: link.SocketLink(address, name, keys=known)
 
 
-def test_a_machine_is_let_in_and_cut_off_while_the_hub_runs(
+def test_a_machine_is_let_in_and_cut_off_meanwhile(
     served: Served, key_directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The others stay connected, with the keys that they have; a list that cannot be read still cuts whose entry is gone."""

@@ -157,6 +157,7 @@ def test_a_set_that_came_is_reported_and_given_out_once(engine: Engine) -> None:
     assert engine.standby.take((1, 3), weights.digest) is weights
     engine.announce(4)
     assert engine.seats[0].orders == [(1, 3), (1, 4)]
+    assert engine.standby.take((1, 3), weights.digest) is None, "then it is fetched"
 
 
 def test_what_is_announced_twice_or_too_late_changes_nothing(engine: Engine) -> None:
@@ -222,11 +223,3 @@ def test_a_set_that_is_not_what_was_broadcast_is_counted_and_said_to_be_there_no
     assert engine.standby.look() == EngineDevice(epoch_id=(1, 1), is_member=True, received=(1, 3), num_refused=1)
     assert engine.standby.take((1, 3), "0" * 32) is None
     assert engine.standby.look() == EngineDevice(epoch_id=(1, 1), num_refused=2) and engine.seats[0].is_left
-
-
-def test_a_set_is_given_out_once(engine: Engine) -> None:
-    engine.announce(3)
-    weights = engine.come(3)
-    engine.standby.look()
-    assert engine.standby.take((1, 3), weights.digest) is weights
-    assert engine.standby.take((1, 3), weights.digest) is None, "then it is fetched"

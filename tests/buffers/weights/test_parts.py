@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +25,7 @@ from async_rlhf.buffers.weights.shared import HAS_SEALS, SealedMemory, attach, p
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.buffers.hub.place import until
 from tests.buffers.weights.fleet import Fleet, words
-from tests.conftest import REPOSITORY
+from tests.conftest import python
 
 PAGE = os.sysconf("SC_PAGESIZE")
 sealed = pytest.mark.skipif(not HAS_SEALS, reason="this system has no sealed memory")
@@ -126,8 +124,7 @@ print("sealed")
 
 @sealed
 def test_a_process_that_was_forked_meanwhile_does_not_keep_a_part_from_being_sealed() -> None:
-    ran = subprocess.run([sys.executable, "-c", FORKS], cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=True)
-    assert ran.stdout == "sealed\n"
+    assert python("-c", FORKS).stdout == "sealed\n"
 
 
 # -- digests -------------------------------------------------------------------------------------------------------------
@@ -165,9 +162,7 @@ def test_digests_are_those_of_the_tensors_wherever_one_stops(
 @sealed
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 2), max_size=9), st.integers(1, 3 * PAGE))
-def test_parts_in_any_order_and_twice_are_verified_once_and_the_set_is_there_with_the_last(
-    order: list[int], piece: int
-) -> None:
+def test_parts_in_any_order_and_twice_are_verified_once_and_the_set_is_there_at_the_last(order: list[int], piece: int) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(shared, "PART_BYTES", PAGE)
         weights, parts = published()
@@ -243,9 +238,7 @@ def attached(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 @sealed
-def test_a_set_whose_parts_have_come_is_verified_before_it_is_announced(
-    fleet: Callable[..., Fleet], attached: list[int]
-) -> None:
+def test_a_set_whose_parts_have_come_is_verified_before_it_is_announced(fleet: Any, attached: list[int]) -> None:
     hub = fleet(WeightsConfig(), WeightsConfig())
     anna = hub.member("anna", WeightsConfig())
     for content in (0, 1):
@@ -276,9 +269,7 @@ def test_a_part_that_was_lost_costs_time_and_nothing_else(
 
 
 @sealed
-def test_parts_of_a_set_that_is_there_or_over_leave_nothing_at_the_hub(
-    fleet: Callable[..., Fleet], attached: list[int]
-) -> None:
+def test_parts_of_a_set_that_is_there_or_over_leave_nothing_at_the_hub(fleet: Any, attached: list[int]) -> None:
     hub = fleet(WeightsConfig(), WeightsConfig())
     hub.publish(0)
     late = [hub.source.fence, hub.source.fence - 1]
