@@ -35,8 +35,8 @@ from async_rlhf.experiments.throughput.harness import MODEL, Bench, BenchmarkRow
 from async_rlhf.experiments.throughput.judges import BATCH_SIZE
 from async_rlhf.experiments.throughput.trl_async import check_server, vllm_server
 from async_rlhf.experiments.throughput.trl_side import check_trl, trl_process
-from async_rlhf.run.checks.settings import check, check_described
 from async_rlhf.run.config import Config
+from async_rlhf.run.config_checks import check, check_described
 from async_rlhf.run.loading import validated
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import Tail

@@ -17,7 +17,7 @@ from async_rlhf.learner.config import AdvantageConfig, LossConfig
 from async_rlhf.learner.objective.estimation import check_estimator, estimate_advantages, select_members
 from async_rlhf.learner.objective.trial import check_loss, try_loss
 from async_rlhf.learner.registry import advantage_spec, advantages, load_function, loss_spec
-from async_rlhf.run.checks.learner import check
+from async_rlhf.run.learner_checks import check
 from async_rlhf.run.loading import changed, load
 from tests.conftest import QUICK, output_of
 

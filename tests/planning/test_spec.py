@@ -17,7 +17,7 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.commands import app
 from async_rlhf.experiments.planning.placement.search import as_toml, search
 from async_rlhf.experiments.planning.placement.spec import LengthsConfig, parse
-from async_rlhf.run.checks.settings import check
+from async_rlhf.run.config_checks import check
 from async_rlhf.run.loading import validated
 from tests.planning.specs import LLAMA_1B
 

@@ -15,7 +15,7 @@ from async_rlhf.experiments.planning.placement.spec import Spec
 from async_rlhf.experiments.planning.placement.step import Plan, counts, placements, plan_of
 from async_rlhf.launch.placement import Host, place
 from async_rlhf.run.checks.memory import check_memory
-from async_rlhf.run.checks.settings import check
+from async_rlhf.run.config_checks import check
 from async_rlhf.run.hosts.placement import wanted
 from async_rlhf.run.loading import validated
 from async_rlhf.run.tables import in_toml
