@@ -150,7 +150,7 @@ def check_size(frames: Frames, *, max_frame_bytes: int) -> None:
         )
 
 
-_CODEC_PROTOCOL = 1
+_CODEC_PROTOCOL = 2
 _SURROGATES = "surrogatepass"  # text may hold halves of surrogate pairs, as JSON lines of a data set may
 
 
