@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any, ClassVar, Literal
 
@@ -18,14 +18,14 @@ from pydantic import (
     model_validator,
 )
 
-from async_rlhf.buffers.config import Section
+from async_rlhf.buffers.config import KindSection, Section
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.registry import Decorator, advantage_spec, check_kind, declared, loss_spec, shipped
 
 Interval = tuple[float, float]
 
 
-class KindSection(Section):
+class FunctionSection(KindSection):
     """A section whose `kind` names a function, with the function's own parameters as settings beside its fields.
 
     Those of a shipped function are read and filled in as the section is made. Those of a user's own file are when they are
@@ -34,7 +34,14 @@ class KindSection(Section):
 
     model_config = ConfigDict(extra="allow")
     decorator: ClassVar[Decorator]
-    kind: str
+
+    @classmethod
+    def kinds(cls) -> Collection[str]:
+        return shipped(cls.decorator)
+
+    @classmethod
+    def of_kind(cls, kind: str) -> type[Section]:
+        return own_parameters(cls, kind)
 
     @field_validator("kind")
     @classmethod
@@ -74,7 +81,7 @@ class KindSection(Section):
 
 
 @cache
-def own_parameters(section: type[KindSection], kind: str) -> type[Section]:
+def own_parameters(section: type[FunctionSection], kind: str) -> type[Section]:
     """The parameters of a function that are no fields of its section, as a section. Raises ConfigError."""
     taken = declared(section.decorator, kind).parameters
     for name in taken.keys() & section.model_fields:
@@ -91,7 +98,7 @@ class _Parameters(Section):
     model_config = ConfigDict(validate_default=True, protected_namespaces=())
 
 
-class AdvantageConfig(KindSection):
+class AdvantageConfig(FunctionSection):
     """What a completion, or each of its tokens, is worth. Beside these keys each estimator has parameters of its own."""
 
     decorator = "advantage"
@@ -127,7 +134,7 @@ class AdvantageConfig(KindSection):
         return advantage_spec(self.kind).level == "group_tokens"
 
 
-class LossConfig(KindSection):
+class LossConfig(FunctionSection):
     """The objective and its corrections for data sampled by other weights. Beside these keys each loss has parameters of its
     own."""
 

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, SerializeAsAny, ValidationError, model_validator
 
-from async_rlhf.actors.config import ActorsConfig, EngineConfig, GenerationConfig, RewardsConfig, ScoringConfig
+from async_rlhf.actors.config import ActorsConfig, GenerationConfig, RewardsConfig, ScoringConfig
 from async_rlhf.actors.data.config import DataConfig
+from async_rlhf.actors.engine_config import EngineConfig
 from async_rlhf.actors.environments import EnvironmentConfig
 from async_rlhf.buffers.config import REVEALED, QueueConfig, Section, SecurityConfig, WeightsConfig
 from async_rlhf.buffers.errors import ConfigError
@@ -27,8 +28,8 @@ from async_rlhf.launch.config import LaunchConfig, PlacementConfig
 from async_rlhf.learner.config import (
     AdvantageConfig,
     CheckpointConfig,
+    FunctionSection,
     GuardConfig,
-    KindSection,
     LearnerConfig,
     LossConfig,
 )
@@ -36,7 +37,7 @@ from async_rlhf.learner.loop.budget import Budget
 from async_rlhf.run import shipped
 from async_rlhf.run.anchoring import anchor, fetch
 from async_rlhf.run.config_checks import check
-from async_rlhf.run.config_keys import check_parameters, explain, known
+from async_rlhf.run.config_keys import check_parameters, explain, kind_sections, known
 from async_rlhf.run.tables import lay, nested, numbered, plain
 from async_rlhf.run.watching import EvaluationConfig, HooksConfig, TrackingConfig
 
@@ -81,7 +82,7 @@ class Config(Section):
     """Seconds a process of the run may be frozen; then it is killed and started again (before `stall_timeout_s`, or never)."""
     data: DataConfig
     generation: GenerationConfig = GenerationConfig()
-    engine: EngineConfig = EngineConfig()
+    engine: SerializeAsAny[EngineConfig] = EngineConfig.model_validate({})
     environment: EnvironmentConfig = EnvironmentConfig()
     rewards: RewardsConfig = RewardsConfig()
     scoring: ScoringConfig = ScoringConfig()
@@ -122,8 +123,8 @@ class Config(Section):
     @property
     def usual_mismatch(self) -> float:
         """What rounding may make of the mean |log-ratio| between learner and engine, with room to spare; no limit where the
-        engine samples from a part of its cache, which is another distribution. The canary's probe attends to everything."""
-        if self.engine.kv_budget is not None:
+        engine samples from another distribution. The canary's probe is of the model's."""
+        if self.engine.off_policy:
             return math.inf
         return 0.01 if self.engine.dtype == self.learner.dtype == "float32" else 0.1
 
@@ -176,23 +177,15 @@ class Config(Section):
     @property
     def bits_obstacle(self) -> str:
         """The setting for which that is not promised; empty where there is none."""
-        if self.engine.batch_invariant is False:
-            return "engine.batch_invariant = false"
         if self.learner.device != "cpu":
             return f"learner.device = {self.learner.device!r}; only 'cpu' can"
-        return self.engine.cannot_be_invariant or ""
+        return self.engine.bits_obstacle
 
     @property
     def served_engine(self) -> EngineConfig:
-        """The engine's settings with `batch_invariant` decided as far as it can be without the model, and vLLM's share of a
-        device that is not its own."""
-        engine = self.engine
-        if engine.batch_invariant is None and (not self.asks_for_bits or engine.cannot_be_invariant):
-            engine = engine.model_copy(update={"batch_invariant": False})
-        if self.placement.colocates and engine.kind == "vllm" and engine.device == "cuda":
-            arguments = {"gpu_memory_utilization": self.placement.actor_share, **engine.vllm.arguments}
-            engine = engine.model_copy(update={"vllm": engine.vllm.model_copy(update={"arguments": arguments})})
-        return engine
+        """The engine's settings with what follows from others."""
+        share = self.placement.actor_share if self.placement.colocates else None
+        return self.engine.served(asks_for_bits=self.asks_for_bits, share=share)
 
     @property
     def actor_capacity(self) -> int:
@@ -306,7 +299,7 @@ def section(name: str, values: Any) -> Any:
     except ValidationError as error:
         problems = ({**problem, "loc": (name, *problem["loc"])} for problem in error.errors())
         raise ConfigError("; ".join(explain(problem, Config, {name: values}) for problem in problems)) from error
-    if isinstance(found, KindSection):
+    if isinstance(found, FunctionSection):
         check_parameters(found, Config)
     return found
 
@@ -361,9 +354,9 @@ def _written_out(values: dict[str, Any], name: str) -> None:
 
 
 def _lay_all(under: dict[str, Any], changes: Sequence[Mapping[str, Any]]) -> None:
-    """Lay tables upon others, one after the other. Where they name another loss or estimator, the parameters of the former are
-    left out: it begins with its own."""
-    for name, section in (("loss", LossConfig), ("advantage", AdvantageConfig)):
+    """Lay tables upon others, one after the other. Where they name another kind (a loss, an estimator, an engine), the keys of
+    the former are left out: it begins with its own."""
+    for name, section in kind_sections(Config).items():
         own, given = under.get(name), [change[name] for change in changes if isinstance(change.get(name), dict)]
         kinds = [each["kind"] for each in given if "kind" in each]
         if isinstance(own, dict) and kinds and kinds[-1] != own.get("kind", section.model_fields["kind"].default):

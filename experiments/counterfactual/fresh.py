@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from async_rlhf.actors.engine import RolloutKey, load_engine
+from async_rlhf.actors.engine_config import EngineConfig
 from async_rlhf.actors.loop.evaluation import judge
 from async_rlhf.actors.scoring.pool import GroupMember, ScoringPool
+from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.buffers.record import Group
@@ -25,6 +27,13 @@ from async_rlhf.run.scoring import stage_specs
 
 # Groups of a run are numbered from 0: so many numbers are left to it, and to each of its steps.
 _NUMBERS = 1 << 32
+
+
+def built_in(config: EngineConfig) -> EngineConfig:
+    """The built-in engine, with what these settings share with it."""
+    if isinstance(config, TorchEngineConfig):
+        return config
+    return TorchEngineConfig(**config.model_dump(include=EngineConfig.model_fields.keys() - {"kind"}), batch_invariant=False)
 
 
 def fresh_groups(
@@ -42,7 +51,7 @@ def fresh_groups(
     model = str(checkpoint / "model")
     context = run_context(config, RunData(run.path, config.data).epoch(), from_pretrained(AutoTokenizer, Path(model)))
     scoring = ScoringPool[RolloutKey](stage_specs(config), config.scoring, by_source=config.rewards.by_source)
-    engine = load_engine(model, config.served_engine.model_copy(update={"kind": "torch", "kv_policy": "full"}), version=step)
+    engine = load_engine(model, built_in(config.served_engine.plain), version=step)
     first, size = _NUMBERS * (step + 1), config.generation.group_size
     begun = {number: context.requests(number, 0) for number in range(first, first + count)}
     try:

@@ -48,9 +48,9 @@ SERVED = {"loss.kind": "reverse_kl", "scoring.reference.path": "http://127.0.0.1
         ({**LIKELIEST, "scoring.reference.by_source": {"code": "tiny-speller"}}, "by_source is about .* one model directory"),
         (
             {**LIKELIEST, "loss.cap": 2.0},
-            "'loss.cap' = 2.0: .*'reverse_kl_top_k' has the parameter top_k; it is one of 'forward_kl'",
+            "'loss.cap' = 2.0: .*'reverse_kl_top_k' has the key top_k; it is one of 'forward_kl'",
         ),
-        ({**ALONE, "loss.top_k": 2}, "'reverse_kl' has no parameters of its own; it is one of 'reverse_kl_top_k'"),
+        ({**ALONE, "loss.top_k": 2}, "'reverse_kl' has no keys of its own; it is one of 'reverse_kl_top_k'"),
         ({**ALONE, "scoring.reference.by_source": {"code": "tiny-speller"}}, "'code', which is the source of no row"),
         ({**ALONE, "scoring.reference.path": "tiny-judge"}, "LlamaForSequenceClassification, which does not write text"),
         ({**SERVED, "scoring.reference.path": "http://"}, "names no host; http://HOST:PORT/v1"),
