@@ -16,7 +16,8 @@ from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_va
 
 from async_rlhf.buffers.config import KindSection
 from async_rlhf.buffers.errors import did_you_mean
-from async_rlhf.buffers.model_shape import TYPE_BYTES, ModelShape, written
+from async_rlhf.buffers.files import written
+from async_rlhf.buffers.model_directory import TYPE_BYTES, ModelShape
 from async_rlhf.buffers.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -142,6 +143,10 @@ class EngineConfig(KindSection):
 
     def model_refusals(self, text: Mapping[str, Any]) -> Iterator[str]:
         """The same for a model. text: of its config.json, what is about text."""
+        yield from ()
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Settings that change nothing beside the others, and what they are about."""
         yield from ()
 
     def compared(self, model_dir: str) -> str:

@@ -99,7 +99,7 @@ class _Parameters(Section):
 
 
 class AdvantageConfig(FunctionSection):
-    """What a completion, or each of its tokens, is worth. Beside these keys each estimator has parameters of its own."""
+    """What a completion, or each of its tokens, is worth. Beside these keys each estimator has keys of its own."""
 
     decorator = "advantage"
     kind: str = "group_relative"
@@ -135,8 +135,7 @@ class AdvantageConfig(FunctionSection):
 
 
 class LossConfig(FunctionSection):
-    """The objective and its corrections for data sampled by other weights. Beside these keys each loss has parameters of its
-    own."""
+    """The objective and its corrections for data sampled by other weights. Beside these keys each loss has keys of its own."""
 
     decorator = "loss"
     kind: str = "decoupled_ppo"

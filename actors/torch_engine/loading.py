@@ -40,7 +40,7 @@ def load_engine(model_dir: str, config: TorchEngineConfig, *, on_update: OnUpdat
     torch.set_num_threads(config.threads)
     model = _load_model(model_dir, config)
     tokenizer = find_tokenizer(model_dir)
-    max_places = None if config.kv_bytes is None else find_max_places(model, config.kv_bytes, config.kv and config.kv.budget)
+    max_places = None if config.kv_bytes is None else find_max_places(model, config.kv_bytes, config.kv.budget)
     make = partial(
         TorchEngine,
         model,
@@ -91,7 +91,7 @@ def find_kv_policy(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: TorchEngineConfig
 ) -> KVPolicy | None:
     """Of this model and its tokens; None where all keys and values stay. Raises ConfigError."""
-    if (kv := config.kv) is None:
+    if (kv := config.kv).budget is None:
         return None
     for refusal in config.window_refusals(attention_of(model.config).window, str(model.config.get_text_config().model_type)):
         raise ConfigError(refusal)

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 
 class KVConfig(Section):
-    """The part of a row's keys and values that is kept; prompts count too. A chunk ends with a token whose text ends with one
-    of `ends`, or when it has `chunk` tokens."""
+    """The keys and values of a row that stay; prompts count too. A chunk ends with a token whose text ends with one of `ends`,
+    or when it has `chunk` tokens."""
 
-    policy: Literal["window", "chunk_sink"]
-    """`window`: the first tokens and a recent window stay; `chunk_sink`: also a token for each evicted chunk."""
+    policy: Literal["full", "window", "chunk_sink"] = "full"
+    """What stays: all; the first tokens and a recent window; or these and a token for each evicted chunk. Sampling is then
+    off-policy, also at staleness 0."""
     sinks: int = Field(default=4, ge=0)
     """First tokens that stay."""
     window: int = Field(default=256, ge=1)
@@ -43,8 +44,10 @@ class KVConfig(Section):
         return ends
 
     @property
-    def budget(self) -> int:
-        """The most tokens whose keys and values stay."""
+    def budget(self) -> int | None:
+        """The most tokens whose keys and values stay; None: all."""
+        if self.policy == "full":
+            return None
         return self.sinks + self.window + (self.representatives if self.policy == "chunk_sink" else 0)
 
 
@@ -54,8 +57,7 @@ class TorchEngineConfig(EngineConfig):
     Held turns of episodes take as much again at most."""
 
     kind: Literal["torch"] = "torch"
-    kv: KVConfig | None = None
-    """Keys and values of a row that stay; `"none"`: all. Else sampling is off-policy, also at staleness 0."""
+    kv: KVConfig = KVConfig()
     cuda_graphs: bool = False
     """On a CUDA device: record the decode pass once per shape and replay it (not together with `kv_bytes`)."""
     batch_invariant: bool | None = None
@@ -78,7 +80,7 @@ class TorchEngineConfig(EngineConfig):
 
     @property
     def plain(self) -> TorchEngineConfig:
-        return self.model_copy(update={"kv": None, "replay_routing": False})
+        return self.model_copy(update={"kv": KVConfig(), "replay_routing": False})
 
     @property
     def bits_obstacle(self) -> str:
@@ -91,13 +93,13 @@ class TorchEngineConfig(EngineConfig):
             return f"engine.device = {self.device!r} and engine.cuda_graphs = {str(self.cuda_graphs).lower()}; only 'cpu' can"
         if self.dtype == "float16":
             return f"engine.dtype = {self.dtype!r}; only 'float32' and 'bfloat16' can"
-        if self.kv is not None:
-            return f"{self.off_policy}; only engine.kv = 'none' can"
+        if self.off_policy:
+            return f"{self.off_policy}; only 'full' can"
         return f"engine.threads = {self.threads}; only 1 can" if self.threads != 1 else ""
 
     @property
     def off_policy(self) -> str:
-        return "" if self.kv is None else f"engine.kv.policy = {self.kv.policy!r}"
+        return "" if self.kv.budget is None else f"engine.kv.policy = {self.kv.policy!r}"
 
     @property
     def records_routing(self) -> bool:
@@ -106,7 +108,7 @@ class TorchEngineConfig(EngineConfig):
     def refusals(self, longest: int) -> Iterator[str]:
         if self.batch_invariant and (obstacle := self.cannot_be_invariant):
             yield f'engine.batch_invariant = true with {obstacle}. Set that, or engine.batch_invariant = "none".'
-        if self.kv is None:
+        if not self.off_policy:
             return
         if self.cuda_graphs:
             yield (
@@ -116,13 +118,13 @@ class TorchEngineConfig(EngineConfig):
         if self.replay_routing:
             yield (
                 f"engine.replay_routing = true with {self.off_policy}: experts stand beside keys and values, and those are "
-                "evicted. Set engine.kv = 'none', or engine.replay_routing = false"
+                "evicted. Set engine.kv.policy = 'full', or engine.replay_routing = false"
             )
         if (kept := self.kv.sinks + self.kv.window) >= longest:
             yield (
                 f"{self.off_policy} with engine.kv.sinks + engine.kv.window = {kept} never evicts a token: prompt and "
                 f"completion have {longest} at most. Highest: engine.kv.window = {max(1, longest - self.kv.sinks - 1)}; or set "
-                "engine.kv = 'none'"
+                "engine.kv.policy = 'full'"
             )
 
     def model_refusals(self, text: Mapping[str, Any]) -> Iterator[str]:
@@ -138,11 +140,15 @@ class TorchEngineConfig(EngineConfig):
 
     def window_refusals(self, window: int | None, model_type: str) -> Iterator[str]:
         """window: how far the layers of the model attend that attend least far, None where all see everything before."""
-        if self.kv is not None and window is not None:
+        if self.off_policy and window is not None:
             yield (
                 f"{self.off_policy}: layers of model type {model_type!r} attend to {window} tokens only, and the policy is for "
-                "layers that attend to everything before. Set engine.kv = 'none'"
+                "layers that attend to everything before. Set engine.kv.policy = 'full'"
             )
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        if not self.off_policy:
+            yield "engine.kv", "engine.kv.policy = 'window' and 'chunk_sink'"
 
     def compared(self, model_dir: str) -> str:
         from async_rlhf.actors.torch_engine.loading import load_engine
@@ -152,5 +158,6 @@ class TorchEngineConfig(EngineConfig):
 
     def memory(self, demand: Demand, room: int | None) -> dict[str, int]:
         """Between turns keys and values of as many tokens are held as its rows have room for."""
-        parts = super().memory(demand if self.kv is None else replace(demand, longest=self.kv.budget + 1), room)
+        kept = self.kv.budget
+        parts = super().memory(demand if kept is None else replace(demand, longest=kept + 1), room)
         return parts | ({"held between turns": parts["keys and values"]} if demand.holds else {})

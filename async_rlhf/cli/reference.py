@@ -118,8 +118,6 @@ def _type(annotation: Any) -> str:
         return f"list of {_type(inner[0])}" if inner[-1] is Ellipsis else f"[{', '.join(_type(each) for each in inner)}]"
     if kind is dict:
         return f"table of {_type(inner[1])}"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "table"
     names = {str: "text", int: "int", float: "float", bool: "bool", Any: "any", SecretStr: "secret text"}
     return names[annotation]
 

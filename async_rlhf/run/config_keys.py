@@ -129,10 +129,6 @@ def settings(section: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
             inner = get_args(inner)[-1]
         elif get_origin(inner) is tuple:  # a list of tables
             inner = get_args(inner)[0]
-        elif tables := [each for each in get_args(inner) if isinstance(each, type) and issubclass(each, BaseModel)]:
-            yield Setting(f"{prefix}{name}", field)  # a table, or "none"
-            yield from settings(tables[0], f"{prefix}{name}.")
-            continue
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from settings(inner, f"{prefix}{name}.{NAME}." if inner is not field.annotation else f"{prefix}{name}.")
         else:
@@ -235,7 +231,11 @@ def _unknown(given: Sequence[str], value: Any, config: type[BaseModel], values: 
     if len(given) > 2:
         return f": {near}"
     names = sorted({key.partition(".")[0] for key in own})
-    others = [repr(other) for other in section.kinds() if any(word == each.key for each in own_settings(section, other))]
+    others = [
+        repr(other)
+        for other in section.kinds()
+        if any(word == each.key.partition(".")[0] for each in own_settings(section, other))
+    ]
     has = f"has the key{'s' if names[1:] else ''} {', '.join(names)}" if names else "has no keys of its own"
     tail = near if not others or word in _OURS else f"it is one of {' or '.join(others)}"
     shown = "" if isinstance(value, dict) else f" = {value!r}"

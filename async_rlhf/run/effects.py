@@ -31,6 +31,7 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
         "advantage.max_refills": (config.advantage.constant_groups == "refill", "advantage.constant_groups = 'refill'"),
     }
     yield from ((setting, about) for setting, (is_used, about) in parts.items() if not is_used)
+    yield from config.engine.unused()
     yield from _unused_in_loss(config)
     yield from _unused_in_advantages(config)
 

@@ -15,7 +15,7 @@ import typer
 from transformers.utils import logging as transformers_logging
 
 from async_rlhf.buffers.errors import ConfigError, RewardError
-from async_rlhf.buffers.model_shape import written
+from async_rlhf.buffers.files import written
 from async_rlhf.cli.app import errors, say
 from async_rlhf.experiments.counterfactual.fresh import fresh_groups
 from async_rlhf.experiments.counterfactual.gradients import Gradients, rewards_of

@@ -29,13 +29,6 @@ from async_rlhf.run.scoring import stage_specs
 _NUMBERS = 1 << 32
 
 
-def built_in(config: EngineConfig) -> EngineConfig:
-    """The built-in engine, with what these settings share with it."""
-    if isinstance(config, TorchEngineConfig):
-        return config
-    return TorchEngineConfig(**config.model_dump(include=EngineConfig.model_fields.keys() - {"kind"}), batch_invariant=False)
-
-
 def fresh_groups(
     run: RunDir, config: Config, checkpoint: Path, step: int, count: int, progress: Callable[[int, int], None]
 ) -> list[Group]:
@@ -51,7 +44,11 @@ def fresh_groups(
     model = str(checkpoint / "model")
     context = run_context(config, RunData(run.path, config.data).epoch(), from_pretrained(AutoTokenizer, Path(model)))
     scoring = ScoringPool[RolloutKey](stage_specs(config), config.scoring, by_source=config.rewards.by_source)
-    engine = load_engine(model, built_in(config.served_engine.plain), version=step)
+    own = config.served_engine.plain
+    if not isinstance(own, TorchEngineConfig):
+        shared = own.model_dump(include=EngineConfig.model_fields.keys() - {"kind"})
+        own = TorchEngineConfig(**shared, batch_invariant=False)
+    engine = load_engine(model, own, version=step)
     first, size = _NUMBERS * (step + 1), config.generation.group_size
     begun = {number: context.requests(number, 0) for number in range(first, first + count)}
     try:

@@ -57,6 +57,7 @@ UNUSED: dict[str, dict[str, Any]] = {
     "learner.lora.targets": {"learner.lora.targets": ["q_proj"]},
     "learner.critic.learning_rate": {"learner.critic.learning_rate": 1e-3},
     "learner.reference_dtype": {"learner.reference_dtype": "bfloat16"},
+    "engine.kv.window": {"engine.kv.window": 8},
     "environment.workers": {"environment.workers": 2},
     "advantage.max_refills": {"advantage.max_refills": 4},
     "advantage.gamma": {"advantage.gamma": 0.9},

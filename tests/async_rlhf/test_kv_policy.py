@@ -31,11 +31,10 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "unknown key 'engine.kv': engine.kind = 'vllm' has the keys .*; it is one of 'torch'",
         {"engine.kind": "torch"},
     ),
-    "no policy": ({"engine.kv.policy": "full"}, "engine.kv.policy = 'full'.*'window' or", {"engine.kv.policy": "window"}),
     "recorded passes": ({"engine.cuda_graphs": True}, "engine.cuda_graphs = true.*= false", {"engine.cuda_graphs": False}),
     "the same bits in any batch": (
         {"engine.batch_invariant": True},
-        "engine.batch_invariant = true with engine.kv.policy = 'chunk_sink'; only engine.kv = 'none' can",
+        "engine.batch_invariant = true with engine.kv.policy = 'chunk_sink'; only 'full' can",
         {"engine.batch_invariant": "none"},
     ),
     "a window longer than any text": (

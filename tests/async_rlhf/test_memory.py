@@ -24,7 +24,7 @@ from async_rlhf.actors.environments import EnvironmentConfig, resolve
 from async_rlhf.actors.environments.pool import EpisodePool
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
-from async_rlhf.buffers.model_shape import ModelShape
+from async_rlhf.buffers.model_directory import ModelShape
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.batch.micro_batch import MicroBatch
 from async_rlhf.learner.config import LearnerConfig, LossConfig

@@ -53,7 +53,9 @@ def test_an_engine_that_cannot_record_experts_has_no_such_key_and_a_part_of_a_ca
     ):
         load(QUICK, {"model": str(moe), "engine.kind": "vllm", **REPLAYED})
     kept = {"engine.kv": {"policy": "window", "window": 16}}
-    with pytest.raises(ConfigError, match=r"true with engine\.kv\.policy = 'window': experts .*Set engine\.kv = 'none', or"):
+    with pytest.raises(
+        ConfigError, match=r"true with engine\.kv\.policy = 'window': experts .*Set engine\.kv\.policy = 'full', or"
+    ):
         load(QUICK, {"model": str(moe), **kept, **REPLAYED})
 
 

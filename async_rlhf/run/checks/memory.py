@@ -22,7 +22,8 @@ from typing import Any
 from async_rlhf.actors.config import REFERENCE, GenerationConfig
 from async_rlhf.actors.engine_config import Demand
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.model_shape import TYPE_BYTES, ModelShape, parameters, shape_of, written
+from async_rlhf.buffers.files import written
+from async_rlhf.buffers.model_directory import TYPE_BYTES, ModelShape, parameters, shape_of
 from async_rlhf.launch.placement import Host, Inventory, Placement
 from async_rlhf.learner.config import FLOAT32_BYTES, LOGITS_MIB, LearnerConfig, chunk_tokens, room_beside, token_cost
 from async_rlhf.run.config import Config

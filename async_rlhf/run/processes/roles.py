@@ -23,8 +23,8 @@ from setproctitle import setproctitle
 
 from async_rlhf.buffers.config import REQUEST_TIMEOUT_S, WeightsConfig
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
+from async_rlhf.buffers.files import written
 from async_rlhf.buffers.model_directory import from_pretrained
-from async_rlhf.buffers.model_shape import written
 from async_rlhf.buffers.transport.keys import load_hub
 from async_rlhf.buffers.transport.link import connector
 from async_rlhf.buffers.weights.relay import Relay

@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any
 
 from async_rlhf.actors.config import GenerationConfig
-from async_rlhf.buffers.model_shape import ModelShape
+from async_rlhf.buffers.model_directory import ModelShape
 from async_rlhf.experiments.planning.model.model_costs import ModelCosts
 from async_rlhf.experiments.planning.model.stages import (
     Efficiency,
