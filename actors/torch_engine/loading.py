@@ -112,9 +112,7 @@ def find_kv_policy(
 
 def _obstacle(model: PreTrainedModel, config: TorchEngineConfig) -> str:
     """Why the engine is not to be batch invariant; empty where it is. Raises ConfigError where it is demanded and cannot be."""
-    if config.batch_invariant is False:
-        return "engine.batch_invariant = false"
-    obstacle = config.cannot_be_invariant
+    obstacle = config.bits_obstacle
     if not obstacle and not can_be_invariant(model):
         obstacle = (
             f"model type {model.config.model_type!r} as it is configured; only plain Llama with heads of a multiple of 4 can"

@@ -23,8 +23,8 @@ class KVConfig(Section):
     or when it has `chunk` tokens."""
 
     policy: Literal["full", "window", "chunk_sink"] = "full"
-    """What stays: all; the first tokens and a recent window; or these and a token for each evicted chunk. Sampling is then
-    off-policy, also at staleness 0."""
+    """`full`: all stay; `window`: the first tokens and a recent window; `chunk_sink`: these and a token for each evicted chunk.
+    Where not all stay sampling is off-policy, also at staleness 0."""
     sinks: int = Field(default=4, ge=0)
     """First tokens that stay."""
     window: int = Field(default=256, ge=1)

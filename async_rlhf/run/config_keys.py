@@ -147,10 +147,18 @@ def own_settings(section: type[KindSection], kind: str, prefix: str = "") -> lis
     return [Setting(f"{prefix}{own.key}", own.field) for own in found if own.key.split(".")[0] not in section.model_fields]
 
 
+def all_settings(config: type[BaseModel]) -> Iterator[Setting]:
+    """Every key there is, those of each kind too."""
+    yield from settings(config)
+    for name, section in kind_sections(config).items():
+        for kind in section.kinds():
+            yield from own_settings(section, kind, f"{name}.")
+
+
 @cache
 def secret_keys(section: type[BaseModel]) -> frozenset[str]:
     """The settings whose values are shown nowhere."""
-    return frozenset(setting.key for setting in settings(section) if _is_secret(setting.field.annotation))
+    return frozenset(setting.key for setting in all_settings(section) if _is_secret(setting.field.annotation))
 
 
 def masked(key: str, value: Any, config: type[BaseModel]) -> Any:
@@ -231,11 +239,8 @@ def _unknown(given: Sequence[str], value: Any, config: type[BaseModel], values: 
     if len(given) > 2:
         return f": {near}"
     names = sorted({key.partition(".")[0] for key in own})
-    others = [
-        repr(other)
-        for other in section.kinds()
-        if any(word == each.key.partition(".")[0] for each in own_settings(section, other))
-    ]
+    tables = {other: {each.key.partition(".")[0] for each in own_settings(section, other)} for other in section.kinds()}
+    others = [repr(other) for other, keys in tables.items() if word in keys]
     has = f"has the key{'s' if names[1:] else ''} {', '.join(names)}" if names else "has no keys of its own"
     tail = near if not others or word in _OURS else f"it is one of {' or '.join(others)}"
     shown = "" if isinstance(value, dict) else f" = {value!r}"
