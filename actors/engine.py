@@ -1,4 +1,4 @@
-"""The seam between an actor's loop and whatever generates tokens. `load_engine` imports the one that is used, and no other.
+"""The seam between an actor's loop and whatever generates tokens.
 
 An engine owns model weights and a set of slots. It never waits long, and never for the hub: the actor's loop calls
 `step()` again and again, and between two calls it may submit, abort, or load new weights. So new weights are adopted in
@@ -16,17 +16,16 @@ tokens behind the prompt that are there already, exactly as the engine saw them.
 without computing its prefix again. Under `keep` held caches outlive an update to newer weights, under the others none. Rows
 of one rollout have keys of their own, and are sampled at the same time, at one place in line.
 
-An engine is made by its module's `load_engine(model_dir, config, *, on_update, version)`; `load_engine` here picks it.
+An engine is made by its settings (`EngineConfig.start`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Literal, NamedTuple, Protocol, cast
+from typing import Literal, NamedTuple, Protocol
 
-from async_rlhf.actors.config import EngineConfig
+from async_rlhf.actors.engine_config import EngineConfig
 from async_rlhf.buffers.errors import ConfigError, EngineError
 from async_rlhf.buffers.record import FinishReason, Float32Array, Int32Array, SamplingMask, Span
 from async_rlhf.buffers.routing import RoutingArray
@@ -223,21 +222,17 @@ class Engine(Protocol):
         """Release everything; the engine is not used any more."""
 
 
-MODULES = {"torch": "async_rlhf.actors.torch_engine.loading", "vllm": "async_rlhf.actors.vllm_engine.loading"}
-
-
 def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "keep", version: int = -1) -> Engine:
     """The engine of this kind, serving the weights of `model_dir` stamped `version`.
 
     Raises ConfigError when its library is not installed, or the engine refuses the model or the configuration.
     """
     try:
-        module = import_module(MODULES[config.kind])
+        return config.start(model_dir, on_update=on_update, version=version)
     except ImportError as error:
         raise ConfigError(
             f"engine.kind = {config.kind!r} cannot be used: {error}; install the extra of that name, or use 'torch'"
         ) from error
-    return cast("Engine", module.load_engine(model_dir, config, on_update=on_update, version=version))
 
 
 def check_room(engine: Engine, prompt: int, new: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from abc import abstractmethod
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -50,6 +52,22 @@ class Section(BaseModel):
         if _holds_truth(value) and not _takes_truth(kind):
             raise ValueError("it cannot be true or false")
         return (value,) if isinstance(value, str) and kind == tuple[str, ...] else value
+
+
+class KindSection(Section):
+    """A section whose `kind` decides which keys it has beside its fields."""
+
+    kind: str
+
+    @classmethod
+    @abstractmethod
+    def kinds(cls) -> Collection[str]:
+        """Those that are shipped."""
+
+    @classmethod
+    @abstractmethod
+    def of_kind(cls, kind: str) -> type[Section]:
+        """A section with the keys of a kind, and perhaps those of this one. Raises ConfigError for a kind that has none."""
 
 
 def check_installed(package: str, key: str, value: object, extra: str, other: str) -> None:

@@ -240,3 +240,8 @@ RUN = Format("a run directory", 4)
 JOURNAL = Format("a journal", 3)
 WEIGHTS = Format("a weight set", 1)
 QUEUE = Format("an entry of a queue of runs", 1)
+
+
+def written(size: int) -> str:
+    """Bytes for a person."""
+    return f"{size / (1 << 30):.1f} GiB" if size >= 100 << 20 else f"{size / (1 << 20):.0f} MiB"

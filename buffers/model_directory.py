@@ -1,10 +1,13 @@
-"""Model directories: loaded one at a time, never with code of their own; and what is refused before a run."""
+"""Model directories: loaded one at a time, never with code of their own; how large one is; what is refused before a run."""
 
 from __future__ import annotations
 
 import json
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from async_rlhf.buffers.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
 """The index of tensors by file, in a directory with several weight files."""
+TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOADING = threading.RLock()
 """Held while a model is made. transformers then replaces methods of its classes and torch's default type for the whole process:
 of two threads that load at once, one would leave parameters untied for good."""
@@ -43,6 +47,63 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Shapes by name, from a safetensors file's header. Raises OSError and SafetensorError, also for a truncated file."""
     with safe_open(path, framework="numpy") as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  no mapping
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a model decides its memory. parameters: of all files. mlp: of a mixture, the experts of one token together.
+    heads, key_heads: width of all of them."""
+
+    parameters: int
+    layers: int
+    width: int
+    mlp: int
+    heads: int
+    key_heads: int
+    vocabulary: int
+    tied: bool
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], parameters: int) -> ModelShape:
+        """config: a model's config.json. Raises KeyError where it leaves out what its family decides."""
+        text = {**config, **config.get("text_config", {})}
+        width = int(text.get("hidden_size") or text["n_embd"])
+        heads = int(text.get("num_attention_heads") or text["n_head"])
+        head = int(text.get("head_dim") or width // heads)
+        experts = int(text.get("num_experts_per_tok") or 1)
+        mlp = text.get("moe_intermediate_size") or text.get("intermediate_size") or text.get("n_inner") or 4 * width
+        return cls(
+            parameters=parameters,
+            layers=int(text.get("num_hidden_layers") or text["n_layer"]),
+            width=width,
+            mlp=int(mlp) * experts,
+            heads=heads * head,
+            key_heads=int(text.get("num_key_value_heads") or heads) * head,
+            vocabulary=int(text["vocab_size"]),
+            tied=bool(text.get("tie_word_embeddings", False)),
+        )
+
+    @property
+    def output(self) -> int:
+        """Parameters of the output layer."""
+        return self.vocabulary * self.width
+
+    @property
+    def layer(self) -> int:
+        """Parameters of one layer."""
+        return (self.parameters - self.output * (1 if self.tied else 2)) // self.layers
+
+
+def parameters(directory: Path) -> int:
+    """Numbers in the safetensors files of a directory; 0 where there are none."""
+    return sum(math.prod(shape) for path in directory.glob("*.safetensors") for shape in tensor_shapes(path).values())
+
+
+def shape_of(directory: Path) -> ModelShape | None:
+    """None for a file that is converted later, and for a configuration that leaves its sizes to its family."""
+    with suppress(KeyError, NotADirectoryError, FileNotFoundError):
+        return ModelShape.of(json.loads((directory / "config.json").read_text()), parameters(directory))
+    return None
 
 
 def check_numbers(directory: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any, ClassVar, Literal
 
@@ -18,14 +18,14 @@ from pydantic import (
     model_validator,
 )
 
-from async_rlhf.buffers.config import Section
+from async_rlhf.buffers.config import KindSection, Section
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.registry import Decorator, advantage_spec, check_kind, declared, loss_spec, shipped
 
 Interval = tuple[float, float]
 
 
-class KindSection(Section):
+class FunctionSection(KindSection):
     """A section whose `kind` names a function, with the function's own parameters as settings beside its fields.
 
     The parameters of a shipped function are filled in when the section is made; those of a user's file when they are first
@@ -34,7 +34,14 @@ class KindSection(Section):
 
     model_config = ConfigDict(extra="allow")
     decorator: ClassVar[Decorator]
-    kind: str
+
+    @classmethod
+    def kinds(cls) -> Collection[str]:
+        return shipped(cls.decorator)
+
+    @classmethod
+    def of_kind(cls, kind: str) -> type[Section]:
+        return own_parameters(cls, kind)
 
     @field_validator("kind")
     @classmethod
@@ -74,7 +81,7 @@ class KindSection(Section):
 
 
 @cache
-def own_parameters(section: type[KindSection], kind: str) -> type[Section]:
+def own_parameters(section: type[FunctionSection], kind: str) -> type[Section]:
     """A section of the function's parameters that are not fields of `section`. Raises ConfigError."""
     taken = declared(section.decorator, kind).parameters
     for name in taken.keys() & section.model_fields:
@@ -91,8 +98,8 @@ class _Parameters(Section):
     model_config = ConfigDict(validate_default=True, protected_namespaces=())
 
 
-class AdvantageConfig(KindSection):
-    """The advantage of a completion or of each token. Beside these keys each estimator has parameters of its own."""
+class AdvantageConfig(FunctionSection):
+    """The advantage of a completion or of each token. Beside these keys each estimator has keys of its own."""
 
     decorator = "advantage"
     kind: str = "group_relative"
@@ -127,9 +134,8 @@ class AdvantageConfig(KindSection):
         return advantage_spec(self.kind).level == "group_tokens"
 
 
-class LossConfig(KindSection):
-    """The objective and its corrections for data sampled by other weights. Beside these keys each loss has parameters of its
-    own."""
+class LossConfig(FunctionSection):
+    """The objective and its corrections for data sampled by other weights. Beside these keys each loss has keys of its own."""
 
     decorator = "loss"
     kind: str = "decoupled_ppo"

@@ -37,8 +37,8 @@ ROOMS = {
     ),
     "websockets": ("actors/environments/from_openenv.py",),
     "torch": (
-        "buffers/device/", "actors/torch_engine/", "actors/scoring/incremental.py", "actors/scoring/models.py",
-        "actors/scoring/prefix_cache.py", "actors/vllm_engine/", "learner/", "experiments/",
+        "buffers/device/", "actors/served_model/", "actors/torch_engine/", "actors/scoring/incremental.py",
+        "actors/scoring/models.py", "actors/scoring/prefix_cache.py", "actors/vllm_engine/", "learner/", "experiments/",
     ),
     "vllm": ("actors/vllm_engine/",),
     "deepspeed": ("learner/step/deepspeed_machine.py",),
@@ -128,6 +128,22 @@ def test_no_two_folders_import_each_other() -> None:
     both = {tuple(sorted((str(a.relative_to(REPOSITORY)), str(b.relative_to(REPOSITORY)))))
             for a, b in known if a != b and (b, a) in known}  # fmt: skip
     assert not both
+
+
+def test_an_engine_is_a_folder_that_no_other_knows() -> None:
+    """`ENGINES` names its settings, and they start it. What two engines need lies in `actors/served_model/`."""
+    folders = {name.rpartition("/")[0] for name in SOURCES if re.fullmatch(r"actors/\w+_engine/settings\.py", name)}
+    own_forward = {
+        "actors/scoring/prefix_cache.py": {"async_rlhf.actors.torch_engine.chunks", "async_rlhf.actors.torch_engine.scheduler"}
+    }
+    wrong = []
+    for name, tree in SOURCES.items():
+        inside = {f"async_rlhf.{folder.replace('/', '.')}." for folder in folders if not name.startswith(f"{folder}/")}
+        found = {module for module in imports(tree) if f"{module}.".startswith(tuple(inside))} - own_forward.get(name, set())
+        wrong += [f"{name} imports {module}" for module in found if not name.startswith("experiments/")]
+        asked = re.findall(r"engine\.kind [!=]= ", (REPOSITORY / name).read_text())
+        wrong += [f"{name} asks which engine it is" for _ in asked]
+    assert len(folders) == 2 and not wrong
 
 
 def test_a_file_holds_one_idea_at_a_readable_length() -> None:

@@ -22,6 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.actors.engine import Bits, Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
+from async_rlhf.actors.served_model.weights import Base, adopt_weights, check_weights
 from async_rlhf.actors.torch_engine.cache import COLUMNS_STEP, RowCache
 from async_rlhf.actors.torch_engine.forward import Forward, GraphedForward, Recorder
 from async_rlhf.actors.torch_engine.kept import KeptCache, KeptForward, KeptLlamaForward
@@ -32,7 +33,6 @@ from async_rlhf.actors.torch_engine.reserved import ReservedCache
 from async_rlhf.actors.torch_engine.rows import Decode, Rows, Stopping
 from async_rlhf.actors.torch_engine.sampling import sample
 from async_rlhf.actors.torch_engine.scheduler import NO_ROWS, PassPlan, Scheduler, Size
-from async_rlhf.actors.torch_engine.weights import Base, adopt_weights, check_weights
 from async_rlhf.buffers.errors import EngineError
 from async_rlhf.buffers.record import Float32Array
 from async_rlhf.buffers.tensors import RawTensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -10,38 +9,38 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     DynamicCache,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Bits, OnUpdate
+from async_rlhf.actors.served_model.devices import check_device
+from async_rlhf.actors.served_model.files import find_stop_ids, find_tokenizer, read_model
+from async_rlhf.actors.served_model.weights import Base
 from async_rlhf.actors.torch_engine.chunks import attention_of
-from async_rlhf.actors.torch_engine.devices import check_device
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.forward import record_on_cuda
 from async_rlhf.actors.torch_engine.kv_policy import KVPolicy, ending
 from async_rlhf.actors.torch_engine.llama_invariant import can_be_invariant
 from async_rlhf.actors.torch_engine.model_check import check_engine
-from async_rlhf.actors.torch_engine.weights import Base
+from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
 from async_rlhf.buffers.attention import cache_argument, max_length
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.model_directory import from_pretrained, load_whole
+from async_rlhf.buffers.model_directory import load_whole
 
 
-def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "keep", version: int = -1) -> TorchEngine:
+def load_engine(model_dir: str, config: TorchEngineConfig, *, on_update: OnUpdate = "keep", version: int = -1) -> TorchEngine:
     """An engine that serves the weights of `model_dir`, stamped `version`.
 
     Sets the CPU threads of the whole process to `config.threads`.
     Raises ConfigError when the directory holds no causal language model, or one whose numbers the engine would not get right
-    or that `kv_policy` is not for, or the device is not there.
+    or that `engine.kv` is not for, or the device is not there.
     """
     torch.set_num_threads(config.threads)
     model = _load_model(model_dir, config)
     tokenizer = find_tokenizer(model_dir)
-    max_places = None if config.kv_bytes is None else find_max_places(model, config.kv_bytes, config.kv_budget)
+    max_places = None if config.kv_bytes is None else find_max_places(model, config.kv_bytes, config.kv.budget)
     make = partial(
         TorchEngine,
         model,
@@ -88,15 +87,17 @@ def find_max_places(model: PreTrainedModel, kv_bytes: int, kv_budget: int | None
     return kv_bytes // size
 
 
-def find_kv_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: EngineConfig) -> KVPolicy | None:
+def find_kv_policy(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: TorchEngineConfig
+) -> KVPolicy | None:
     """Of this model and its tokens; None where all keys and values stay. Raises ConfigError."""
-    if config.kv_budget is None:
+    if (kv := config.kv).budget is None:
         return None
-    text, kv = model.config.get_text_config(), config.kv
-    config.check_kv_policy(attention_of(model.config).window, str(text.model_type))
+    for refusal in config.window_refusals(attention_of(model.config).window, str(model.config.get_text_config().model_type)):
+        raise ConfigError(refusal)
     vocabulary = int(model.get_input_embeddings().num_embeddings)
     ends = np.zeros(vocabulary, np.bool_)
-    chunked = config.kv_policy == "chunk_sink"
+    chunked = kv.policy == "chunk_sink"
     if chunked and kv.ends:
         count = 0 if tokenizer is None else min(vocabulary, len(tokenizer))
         texts = [] if tokenizer is None else tokenizer.batch_decode([[token] for token in range(count)])
@@ -109,38 +110,19 @@ def find_kv_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
     return KVPolicy(kv.sinks, kv.window, kv.representatives if chunked else 0, kv.chunk, ends)
 
 
-def find_tokenizer(model_dir: str) -> PreTrainedTokenizerBase | None:
-    """The model's own, where it has one."""
-    directory = Path(model_dir)
-    return from_pretrained(AutoTokenizer, directory) if (directory / "tokenizer_config.json").is_file() else None
-
-
-def find_stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
-    """End tokens named by the generation config, the model config or the tokenizer; any of them ends a completion."""
-    named = [model.config.get_text_config().eos_token_id]
-    if model.generation_config is not None:
-        named.append(model.generation_config.eos_token_id)
-    if tokenizer is not None:
-        named.append(tokenizer.eos_token_id)
-    lists = [ids if isinstance(ids, list) else [ids] for ids in named]
-    return {int(token) for ids in lists for token in ids if token is not None}
-
-
-def _obstacle(model: PreTrainedModel, config: EngineConfig) -> str:
+def _obstacle(model: PreTrainedModel, config: TorchEngineConfig) -> str:
     """Why the engine is not to be batch invariant; empty where it is. Raises ConfigError where it is demanded and cannot be."""
-    if config.batch_invariant is False:
-        return "engine.batch_invariant = false"
-    obstacle = config.cannot_be_invariant
-    if obstacle is None and not can_be_invariant(model):
+    obstacle = config.bits_obstacle
+    if not obstacle and not can_be_invariant(model):
         obstacle = (
             f"model type {model.config.model_type!r} as it is configured; only plain Llama with heads of a multiple of 4 can"
         )
     if config.batch_invariant and obstacle:
         raise ConfigError(f'engine.batch_invariant = true with {obstacle}. Set that, or engine.batch_invariant = "none".')
-    return obstacle or ""
+    return obstacle
 
 
-def _load_model(model_dir: str, config: EngineConfig) -> PreTrainedModel:
+def _load_model(model_dir: str, config: TorchEngineConfig) -> PreTrainedModel:
     if config.cuda_graphs and (torch.device(config.device).type != "cuda" or config.kv_bytes is not None):
         raise ConfigError(
             f"engine.cuda_graphs = true with engine.device = {config.device!r} and engine.kv_bytes = {config.kv_bytes}: "
@@ -153,13 +135,3 @@ def _load_model(model_dir: str, config: EngineConfig) -> PreTrainedModel:
     model = read_model(model_dir, lambda directory: load_whole(AutoModelForCausalLM, directory, dtype=dtype))
     attention_of(model.config)
     return model.to(config.device).eval()
-
-
-def read_model(model_dir: str, read: Callable[[Path], PreTrainedModel]) -> PreTrainedModel:
-    """What `read` makes of the directory. Raises ConfigError where that holds no causal language model."""
-    if not (Path(model_dir) / "config.json").is_file():
-        raise ConfigError(f"model {model_dir!r} is no model directory: it has no config.json; give a local directory")
-    try:
-        return read(Path(model_dir))
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model {model_dir!r} is no causal language model: {error}") from error

@@ -31,7 +31,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from async_rlhf.actors.engine import Bits, Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
-from async_rlhf.actors.torch_engine.weights import Base, check_weights
+from async_rlhf.actors.served_model.weights import Base, check_weights
 from async_rlhf.actors.vllm_engine.outputs import completion_of, read_probe, sampling_arguments
 from async_rlhf.actors.vllm_engine.weights import as_index
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DeadlineError, EngineError

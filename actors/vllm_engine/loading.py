@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import OnUpdate
-from async_rlhf.actors.torch_engine.loading import find_stop_ids, find_tokenizer, read_model
-from async_rlhf.actors.torch_engine.weights import Base
+from async_rlhf.actors.served_model.files import find_stop_ids, find_tokenizer, read_model
+from async_rlhf.actors.served_model.weights import Base
 from async_rlhf.actors.vllm_engine.engine import VLLMEngine
+from async_rlhf.actors.vllm_engine.settings import CPU_KV_BYTES, VLLMEngineConfig
 from async_rlhf.actors.vllm_engine.weights import ACTOR_PID, EXTENSION
 from async_rlhf.buffers.attention import max_length as longest_text
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
@@ -23,11 +23,9 @@ from async_rlhf.buffers.model_directory import LOADING, from_pretrained
 
 # Of the extra. vLLM's interfaces move from release to release.
 RELEASES = ("0.32.", "0.33.")
-# Keys and values where the configuration names no limit: vLLM would take most of a CPU's memory.
-_CPU_KV_BYTES = 1 << 30
 
 
-def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "keep", version: int = -1) -> VLLMEngine:
+def load_engine(model_dir: str, config: VLLMEngineConfig, *, on_update: OnUpdate = "keep", version: int = -1) -> VLLMEngine:
     """An engine that serves the weights of `model_dir`, stamped `version`.
 
     Changes the environment of this process, which vLLM's processes inherit.
@@ -36,7 +34,7 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
     """
     model = _skeleton(model_dir, config.dtype)
     tokenizer = find_tokenizer(model_dir)
-    enforce_eager = bool(config.vllm.arguments.get("enforce_eager", config.device == "cpu"))
+    enforce_eager = bool(config.arguments.get("enforce_eager", config.device == "cpu"))
     os.environ.update(environment(config, enforce_eager, os.getpid(), os.environ))
     # Only now: vLLM reads the environment when it is imported.
     import vllm
@@ -84,7 +82,7 @@ def _skeleton(model_dir: str, dtype: str) -> PreTrainedModel:
 
 
 def engine_arguments(
-    model_dir: str, config: EngineConfig, *, context: int, has_tokenizer: bool, known: Collection[str]
+    model_dir: str, config: VLLMEngineConfig, *, context: int, has_tokenizer: bool, known: Collection[str]
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's AsyncEngineArgs; `known` are the names it takes.
 
@@ -92,16 +90,16 @@ def engine_arguments(
 
     Raises ConfigError for an argument that vLLM does not know or that the configuration sets elsewhere.
     """
-    on_cpu, asked = config.device == "cpu", config.vllm.arguments
+    on_cpu, asked = config.device == "cpu", config.arguments
     tokens_a_step = config.prefill_tokens + config.slots + 1
     ours: dict[str, Any] = {
         "model": model_dir,
         "dtype": config.dtype,
-        "tensor_parallel_size": config.vllm.tensor_parallel_size,
+        "tensor_parallel_size": config.tensor_parallel_size,
         # A place for the canary's probe, so that it does not wait behind what is being generated.
         "max_num_seqs": config.slots + 1,
         "max_num_batched_tokens": tokens_a_step,
-        "kv_cache_memory_bytes": config.kv_bytes or (_CPU_KV_BYTES if on_cpu else None),
+        "kv_cache_memory_bytes": config.kv_bytes or (CPU_KV_BYTES if on_cpu else None),
         # Of the distribution really sampled from: after temperature and truncation.
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": EXTENSION,
@@ -122,13 +120,13 @@ def engine_arguments(
         ours |= {"enable_chunked_prefill": False, "max_num_batched_tokens": whole}
     for name in asked:
         if name in ours:
-            raise ConfigError(f"engine.vllm.arguments.{name} is set by other settings (engine, model); remove it")
+            raise ConfigError(f"engine.arguments.{name} is set by other settings (engine, model); remove it")
         if name not in known:
-            raise ConfigError(f"engine.vllm.arguments.{name}: vLLM has no such argument; {did_you_mean(name, known)}")
+            raise ConfigError(f"engine.arguments.{name}: vLLM has no such argument; {did_you_mean(name, known)}")
     return {**defaults, **asked, **ours}
 
 
-def environment(config: EngineConfig, enforce_eager: bool, actor_pid: int, given: Mapping[str, str]) -> dict[str, str]:
+def environment(config: VLLMEngineConfig, enforce_eager: bool, actor_pid: int, given: Mapping[str, str]) -> dict[str, str]:
     """Variables to set before vLLM is imported; what the user has `given` stays, but for the number of threads."""
     defaults = {
         "VLLM_NO_USAGE_STATS": "1",

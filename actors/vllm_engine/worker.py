@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from async_rlhf.actors.torch_engine.weights import A, B, Base, adapted_parameters, with_adapter
+from async_rlhf.actors.served_model.weights import A, B, Base, adapted_parameters, with_adapter
 from async_rlhf.actors.vllm_engine.weights import ACTOR_PID, IndexedWeights
 
 if TYPE_CHECKING:

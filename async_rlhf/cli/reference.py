@@ -14,10 +14,9 @@ import typer
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from async_rlhf.learner.config import KindSection, own_parameters
-from async_rlhf.learner.registry import shipped
+from async_rlhf.buffers.config import KindSection
 from async_rlhf.run.config import Config
-from async_rlhf.run.config_keys import NAME, Setting, settings
+from async_rlhf.run.config_keys import NAME, Setting, own_settings, settings
 
 _HEAD = f"""# Every key of a configuration
 
@@ -76,10 +75,21 @@ def _section(name: str, section: type[BaseModel]) -> Iterator[str]:
     yield "\n".join(_row(setting, f"{name}." if name else "") for setting in shown)
     yield ""
     if issubclass(section, KindSection):
-        yield f"| `{name}.kind` | parameters of its own |\n| --- | --- |"
-        for kind in shipped(section.decorator):
-            if parameters := [_key(each, f"{name}.") for each in settings(own_parameters(section, kind))]:
-                yield f"| `{kind}` | {'; '.join(parameters)} |"
+        yield from _kinds(name, section)
+
+
+def _kinds(name: str, section: type[KindSection]) -> Iterator[str]:
+    """A table for each kind whose keys have meanings; one of the keys of all where they stand beside a formula."""
+    own = {kind: own_settings(section, kind) for kind in section.kinds()}
+    documented = {kind: section.of_kind(kind) for kind in own if section.of_kind(kind).__doc__}
+    for kind, found in documented.items():
+        yield f'`{name}.kind = "{kind}"`: {_one_line(found.__doc__ or "")} `{found.__module__}.{found.__name__}`\n'
+        yield "| key=default, type, limits | meaning |\n| --- | --- |"
+        yield "\n".join(_row(setting, f"{name}.") for setting in own[kind])
+        yield ""
+    if rest := {kind: keys for kind, keys in own.items() if keys and kind not in documented}:
+        yield f"| `{name}.kind` | keys of its own |\n| --- | --- |"
+        yield from (f"| `{kind}` | {'; '.join(_key(each, f'{name}.') for each in keys)} |" for kind, keys in rest.items())
         yield ""
 
 

@@ -6,10 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializeAsAny, model_validator
 
-from async_rlhf.actors.config import ActorsConfig, EngineConfig, GenerationConfig, RewardsConfig, ScoringConfig
+from async_rlhf.actors.config import ActorsConfig, GenerationConfig, RewardsConfig, ScoringConfig
 from async_rlhf.actors.data.config import DataConfig
+from async_rlhf.actors.engine_config import EngineConfig
 from async_rlhf.actors.environments import EnvironmentConfig
 from async_rlhf.buffers.config import QueueConfig, Section, SecurityConfig, WeightsConfig
 from async_rlhf.buffers.queue.bound import Bound
@@ -65,7 +66,7 @@ class Config(Section):
     """Seconds a process of the run may be frozen; then it is killed and started again (before `stall_timeout_s`, or never)."""
     data: DataConfig
     generation: GenerationConfig = GenerationConfig()
-    engine: EngineConfig = EngineConfig()
+    engine: SerializeAsAny[EngineConfig] = EngineConfig.model_validate({})
     environment: EnvironmentConfig = EnvironmentConfig()
     rewards: RewardsConfig = RewardsConfig()
     scoring: ScoringConfig = ScoringConfig()
@@ -106,8 +107,8 @@ class Config(Section):
     @property
     def usual_mismatch(self) -> float:
         """What rounding may make of the mean |log-ratio| between learner and engine, with room to spare; no limit where the
-        engine samples from a part of its cache, which is another distribution. The canary's probe attends to everything."""
-        if self.engine.kv_budget is not None:
+        engine samples from another distribution. The canary's probe is of the model's."""
+        if self.engine.off_policy:
             return math.inf
         return 0.01 if self.engine.dtype == self.learner.dtype == "float32" else 0.1
 
@@ -160,23 +161,15 @@ class Config(Section):
     @property
     def bits_obstacle(self) -> str:
         """The setting for which that is not promised; empty where there is none."""
-        if self.engine.batch_invariant is False:
-            return "engine.batch_invariant = false"
         if self.learner.device != "cpu":
             return f"learner.device = {self.learner.device!r}; only 'cpu' can"
-        return self.engine.cannot_be_invariant or ""
+        return self.engine.bits_obstacle
 
     @property
     def served_engine(self) -> EngineConfig:
-        """The engine's settings with `batch_invariant` decided as far as it can be without the model, and vLLM's share of a
-        device that is not its own."""
-        engine = self.engine
-        if engine.batch_invariant is None and (not self.asks_for_bits or engine.cannot_be_invariant):
-            engine = engine.model_copy(update={"batch_invariant": False})
-        if self.placement.colocates and engine.kind == "vllm" and engine.device == "cuda":
-            arguments = {"gpu_memory_utilization": self.placement.actor_share, **engine.vllm.arguments}
-            engine = engine.model_copy(update={"vllm": engine.vllm.model_copy(update={"arguments": arguments})})
-        return engine
+        """The engine's settings with what follows from others."""
+        share = self.placement.actor_share if self.placement.colocates else None
+        return self.engine.served(asks_for_bits=self.asks_for_bits, share=share)
 
     @property
     def actor_capacity(self) -> int:

@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.buffers.attention import angle_limit, attention, unknown
+from async_rlhf.buffers.attention import angle_limit
 from async_rlhf.buffers.errors import ConfigError, check_all
 from async_rlhf.buffers.model_directory import check_language_model
 from async_rlhf.buffers.parsing import loads
-from async_rlhf.buffers.routing import SIGMOID, SOFTMAX, not_recorded
 from async_rlhf.learner.config import check_division
 from async_rlhf.run import learner_checks
 from async_rlhf.run.config import Config
@@ -57,9 +56,8 @@ def _check_bound(config: Config) -> None:
 
 
 def _check_engine(config: Config) -> None:
-    if config.engine.batch_invariant and (obstacle := config.engine.cannot_be_invariant):
-        raise ConfigError(f'engine.batch_invariant = true with {obstacle}. Set that, or engine.batch_invariant = "none".')
-    config.engine.check_kv_policy(longest=config.generation.max_prompt_length + config.generation.longest_completion)
+    if refusals := [*config.engine.refusals(config.generation.max_prompt_length + config.generation.longest_completion)]:
+        raise ConfigError("\n".join(refusals))
 
 
 def _check_curriculum(config: Config) -> None:
@@ -105,12 +103,10 @@ def _check_device_channel(config: Config) -> None:
 
 
 def _check_routing(config: Config) -> None:
-    engine, learner = config.engine, config.learner
-    if not engine.replay_routing:
+    learner = config.learner
+    if not config.engine.records_routing:
         return
     served = {
-        "engine.kind": (engine.kind, "torch", "vLLM returns experts by its second model runner, which its CPU build lacks"),
-        "engine.kv_policy": (engine.kv_policy, "full", "experts stand beside keys and values, and those are evicted"),
         "learner.compile": (learner.compile, False, "compiled layers choose by themselves"),
         "learner.sequence_parallel": (learner.sequence_parallel, 1, "no rank has the experts of whole rows"),
         "learner.tensor_parallel": (learner.tensor_parallel, 1, "experts of split layers are not replayed"),
@@ -189,14 +185,8 @@ def check_described(config: Config) -> None:
         raise ConfigError(f"model = {config.model!r} is packed by {kind}; give the model that was packed")
     check_language_model(directory, "model")
     check_division(config.learner, text.get)
-    if config.engine.kind == "torch":
-        if (reaches := attention(text)) is None:
-            raise ConfigError(unknown(str(text.get("model_type"))))
-        config.engine.check_kv_policy(reaches.window, str(text.get("model_type")))
-    if config.engine.batch_invariant and (kind := str(text.get("model_type"))) != "llama":
-        raise ConfigError(f'engine.batch_invariant = true with model type {kind!r}; only plain Llama can. Set it to "none".')
-    if config.engine.replay_routing and text.get("model_type") not in SOFTMAX | SIGMOID:
-        raise ConfigError(not_recorded(str(text.get("model_type"))))
+    for refusal in config.engine.model_refusals(text):
+        raise ConfigError(refusal)
     longest = config.generation.max_prompt_length + config.generation.longest_completion
     if (limit := angle_limit(text)) is not None and longest > limit:
         raise ConfigError(

@@ -17,9 +17,9 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
+from async_rlhf.buffers.config import KindSection
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.learner.config import KindSection, own_parameters
-from async_rlhf.learner.registry import shipped
+from async_rlhf.learner.config import FunctionSection
 
 _log = logging.getLogger(__name__)
 NAME = "NAME"
@@ -135,10 +135,30 @@ def settings(section: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
             yield Setting(f"{prefix}{name}", field)
 
 
+def kind_sections(config: type[BaseModel]) -> dict[str, type[KindSection]]:
+    """By name, the sections whose keys depend on their kind."""
+    found = {name: field.annotation for name, field in config.model_fields.items()}
+    return {name: each for name, each in found.items() if isinstance(each, type) and issubclass(each, KindSection)}
+
+
+def own_settings(section: type[KindSection], kind: str, prefix: str = "") -> list[Setting]:
+    """The keys of a kind beside the fields of its section. Raises ConfigError for a kind that has none."""
+    found = settings(section.of_kind(kind))
+    return [Setting(f"{prefix}{own.key}", own.field) for own in found if own.key.split(".")[0] not in section.model_fields]
+
+
+def all_settings(config: type[BaseModel]) -> Iterator[Setting]:
+    """Every key there is, those of each kind too."""
+    yield from settings(config)
+    for name, section in kind_sections(config).items():
+        for kind in section.kinds():
+            yield from own_settings(section, kind, f"{name}.")
+
+
 @cache
 def secret_keys(section: type[BaseModel]) -> frozenset[str]:
     """The settings whose values are shown nowhere."""
-    return frozenset(setting.key for setting in settings(section) if _is_secret(setting.field.annotation))
+    return frozenset(setting.key for setting in all_settings(section) if _is_secret(setting.field.annotation))
 
 
 def masked(key: str, value: Any, config: type[BaseModel]) -> Any:
@@ -180,7 +200,7 @@ def known(values: dict[str, Any], config: type[BaseModel]) -> dict[str, Any]:
     return values
 
 
-def check_parameters(section: KindSection, config: type[BaseModel]) -> None:
+def check_parameters(section: FunctionSection, config: type[BaseModel]) -> None:
     """Raises ConfigError for parameters that the function of a section does not take."""
     try:
         _ = section.arguments
@@ -208,36 +228,42 @@ def explain(problem: Mapping[str, Any], config: type[BaseModel], values: Mapping
 
 
 def _unknown(given: Sequence[str], value: Any, config: type[BaseModel], values: Mapping[str, Any]) -> str:
-    """What to say of an unknown key: in the section of a loss or an estimator, what parameters that one has."""
+    """What to say of an unknown key: in a section with kinds, which keys this one has."""
     name, word = given[0], given[-1]
-    section = config.model_fields[name].annotation if name in config.model_fields else None
-    if name not in values or not (isinstance(section, type) and issubclass(section, KindSection)):
+    section = kind_sections(config).get(name)
+    if section is None or name not in values:
         return f": {nearest(given, value, config)}"
     kind = values[name].get("kind", section.model_fields["kind"].default)
-    own = sorted(own_parameters(section, kind).model_fields)
-    others = [repr(other) for other in shipped(section.decorator) if word in own_parameters(section, other).model_fields]
-    has = f"has the parameter{'s' if own[1:] else ''} {', '.join(own)}" if own else "has no parameters of its own"
-    tail = nearest(given, value, config, own) if not others or word in _OURS else f"it is one of {' or '.join(others)}"
-    return f" = {value!r}: {name}.kind = {kind!r} {has}; {tail}"
+    own = [setting.key for setting in own_settings(section, kind)]
+    near = nearest(given, value, config, [f"{name}.{key}" for key in own])
+    if len(given) > 2:
+        return f": {near}"
+    names = sorted({key.partition(".")[0] for key in own})
+    tables = {other: {each.key.partition(".")[0] for each in own_settings(section, other)} for other in section.kinds()}
+    others = [repr(other) for other, keys in tables.items() if word in keys]
+    has = f"has the key{'s' if names[1:] else ''} {', '.join(names)}" if names else "has no keys of its own"
+    tail = near if not others or word in _OURS else f"it is one of {' or '.join(others)}"
+    shown = "" if isinstance(value, dict) else f" = {value!r}"
+    return f"{shown}: {name}.kind = {kind!r} {has}; {tail}"
 
 
 def nearest(given: Sequence[str], value: Any, config: type[BaseModel], own: Sequence[str] = ()) -> str:
     """The tail of a message about an unknown key: the one that was meant, or all of its section.
 
-    value: what it was set to; of a table that is like no section of ours, the first key in it is looked at. own: further keys
-    of its section.
+    value: what it was set to; of a table that is like no section of ours, the first key in it is looked at. own: keys of its
+    section's kind.
     """
     *sections, word = given
-    known = [setting.key.split(".") for setting in settings(config)]
+    known = [key.split(".") for key in (*(setting.key for setting in settings(config)), *own)]
     fixed = [key for key in known if NAME not in key]
-    beside = {key[len(sections)] for key in known if len(key) > len(sections) and _within(sections, key)} | {*own}
+    beside = {key[len(sections)] for key in known if len(key) > len(sections) and _within(sections, key)}
     found = (
         ([_OURS[word]] if word in _OURS else [])
         or [".".join(key) for key in fixed if key[-1] == word]
         or [".".join([*sections, name]) for name in difflib.get_close_matches(word, beside, n=1, cutoff=_LIKE)]
     )
-    if not found and isinstance(value, dict) and value:
-        return nearest([next(iter(value))], next(iter(value.values())), config)
+    if not found and not sections and isinstance(value, dict) and value:
+        return nearest([next(iter(value))], next(iter(value.values())), config, own)
     if not found and (near := difflib.get_close_matches(word, {key[-1] for key in fixed}, n=1, cutoff=_MUCH_LIKE)):
         found = [".".join(key) for key in fixed if key[-1] == near[0]]
     if not found:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
-from async_rlhf.actors.config import EngineConfig
+from async_rlhf.actors.engine_config import EngineConfig
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.config import AdvantageConfig, LearnerConfig, LossConfig
 from async_rlhf.learner.registry import advantage_spec, advantages, loss_spec
@@ -130,8 +130,8 @@ def _asynchrony(config: Config) -> Iterator[str]:
     if loss.allow_uncorrected:
         return
     spec, on_purpose = loss_spec(loss.kind), "loss.allow_uncorrected = true to do it on purpose"
-    compressed = None if engine.kv_budget is None else f"engine.kv_policy = {engine.kv_policy!r}"
-    if config.queue.max_staleness > 0 or compressed is not None:
+    compressed = engine.off_policy
+    if config.queue.max_staleness > 0 or compressed:
         asked = compressed or f"queue.max_staleness = {config.queue.max_staleness}"
         if (spec.corrects == "weights and masks" or "is_cap" in loss.arguments) and loss.is_cap is None:
             others = "what another distribution sampled" if compressed else "data of other weights"
@@ -144,13 +144,10 @@ def _asynchrony(config: Config) -> Iterator[str]:
                 f"{asked} with advantage.kind = {advantage.kind!r} fits the critic to the policies that sampled, not to the "
                 f"one that learns. Set advantage.kind = 'traced' (the same on fresh data), or {on_purpose}"
             )
-    recorded = engine.kind == "torch" or generation.top_k > 0 or engine.vllm.arguments.get("return_sampling_mask")
-    if generation.truncation and not recorded and spec.takes_ratios:
+    if generation.truncation and spec.takes_ratios and (unrecorded := engine.unrecorded(generation)):
         yield (
-            f"generation.{generation.truncation} cuts off what is sampled, and vLLM does not report what is left unless "
-            f"top_k is set too: loss.kind = {loss.kind!r} takes ratios, which would not be 1 for an unchanged policy. Set "
-            "generation.top_k as well (64 is rarely felt beside top_p), engine.kind = 'torch', on a GPU "
-            "engine.vllm.arguments.return_sampling_mask = true, or a loss without ratios: loss.kind = 'online_dpo'"
+            f"generation.{generation.truncation} cuts off what is sampled, and loss.kind = {loss.kind!r} takes ratios, which "
+            f"would not be 1 for an unchanged policy: {unrecorded}, or a loss without ratios: loss.kind = 'online_dpo'"
         )
 
 

@@ -23,7 +23,7 @@ from async_rlhf.learner.loop.changes import Applied, Change, ChangeHistory, Chan
 from async_rlhf.learner.loop.recording import Recording
 from async_rlhf.learner.registry import loss_spec
 from async_rlhf.run.config import Config
-from async_rlhf.run.config_keys import settings
+from async_rlhf.run.config_keys import all_settings
 from async_rlhf.run.loading import changed, dotted, override
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.scoring import environment_specs, score_names
@@ -181,7 +181,7 @@ def _check_key(key: str, config: Config) -> None:
     if key in LIVE:
         return
     if not key.startswith(_WEIGHTS):
-        known = {setting.key for setting in settings(Config)}
+        known = {setting.key for setting in all_settings(Config)}
         what = f"{key} may not change in a run that has begun" if key in known else f"unknown key {key!r}"
         near = did_you_mean(key, [*LIVE, f"{_WEIGHTS}NAME"])
         raise ConfigError(f"{what}; {near}")

@@ -18,12 +18,12 @@ from pydantic import ValidationError
 from async_rlhf.buffers.config import REVEALED
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.parsing import toml_table
-from async_rlhf.learner.config import AdvantageConfig, KindSection, LossConfig
+from async_rlhf.learner.config import FunctionSection
 from async_rlhf.run import shipped
 from async_rlhf.run.anchoring import anchor, fetch
 from async_rlhf.run.config import Config
 from async_rlhf.run.config_checks import check, check_described
-from async_rlhf.run.config_keys import check_parameters, explain, known
+from async_rlhf.run.config_keys import check_parameters, explain, kind_sections, known
 from async_rlhf.run.tables import flat, in_toml, lay, nested, numbered, plain
 
 
@@ -134,7 +134,7 @@ def section(name: str, values: Any) -> Any:
     except ValidationError as error:
         problems = ({**problem, "loc": (name, *problem["loc"])} for problem in error.errors())
         raise ConfigError("; ".join(explain(problem, Config, {name: values}) for problem in problems)) from error
-    if isinstance(found, KindSection):
+    if isinstance(found, FunctionSection):
         check_parameters(found, Config)
     return found
 
@@ -180,9 +180,9 @@ def _written_out(values: dict[str, Any], name: str) -> None:
 
 
 def _lay_all(under: dict[str, Any], changes: Sequence[Mapping[str, Any]]) -> None:
-    """Lay tables upon others, one after the other. Where they name another loss or estimator, the parameters of the former are
-    left out: it begins with its own."""
-    for name, section in (("loss", LossConfig), ("advantage", AdvantageConfig)):
+    """Lay tables upon others, one after the other. Where they name another kind (a loss, an estimator, an engine), the keys of
+    the former are left out: it begins with its own."""
+    for name, section in kind_sections(Config).items():
         own, given = under.get(name), [change[name] for change in changes if isinstance(change.get(name), dict)]
         kinds = [each["kind"] for each in given if "kind" in each]
         if isinstance(own, dict) and kinds and kinds[-1] != own.get("kind", section.model_fields["kind"].default):

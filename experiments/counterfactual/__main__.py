@@ -15,6 +15,7 @@ import typer
 from transformers.utils import logging as transformers_logging
 
 from async_rlhf.buffers.errors import ConfigError, RewardError
+from async_rlhf.buffers.files import written
 from async_rlhf.cli.app import errors, say
 from async_rlhf.experiments.counterfactual.fresh import fresh_groups
 from async_rlhf.experiments.counterfactual.gradients import Gradients, rewards_of
@@ -32,7 +33,6 @@ from async_rlhf.experiments.counterfactual.page import (
 from async_rlhf.experiments.counterfactual.recorded import SHIPPED, Moment, corrections, plain, several
 from async_rlhf.learner.config import LossConfig
 from async_rlhf.learner.objective.estimation import Rewards
-from async_rlhf.run.checks.memory import written
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
 

@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from async_rlhf.actors.engine import RolloutKey, load_engine
+from async_rlhf.actors.engine_config import EngineConfig
 from async_rlhf.actors.loop.evaluation import judge
 from async_rlhf.actors.scoring.pool import GroupMember, ScoringPool
+from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.buffers.record import Group
@@ -42,7 +44,11 @@ def fresh_groups(
     model = str(checkpoint / "model")
     context = run_context(config, RunData(run.path, config.data).epoch(), from_pretrained(AutoTokenizer, Path(model)))
     scoring = ScoringPool[RolloutKey](stage_specs(config), config.scoring, by_source=config.rewards.by_source)
-    engine = load_engine(model, config.served_engine.model_copy(update={"kind": "torch", "kv_policy": "full"}), version=step)
+    own = config.served_engine.plain
+    if not isinstance(own, TorchEngineConfig):
+        shared = own.model_dump(include=EngineConfig.model_fields.keys() - {"kind"})
+        own = TorchEngineConfig(**shared, batch_invariant=False)
+    engine = load_engine(model, own, version=step)
     first, size = _NUMBERS * (step + 1), config.generation.group_size
     begun = {number: context.requests(number, 0) for number in range(first, first + count)}
     try:

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey, completed
 from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
 from async_rlhf.api import train
 from async_rlhf.buffers.errors import AsyncRLHFError
 from async_rlhf.buffers.record import Group, Rollout
@@ -62,7 +62,7 @@ def check_families(device: str, directory: Path) -> str:
     """Log-probabilities of engine and learner are those of plain passes, for small random models of many families."""
     for kind in _FAMILIES:
         families.model(kind).save_pretrained(model := directory / kind)
-        load_engine(str(model), EngineConfig(device=device, slots=4, prefill_tokens=32))
+        load_engine(str(model), TorchEngineConfig(device=device, slots=4, prefill_tokens=32))
         make_backend(model, LearnerConfig(device=device), LossConfig())
     return f"{len(_FAMILIES)} families, engine and learner: {', '.join(_FAMILIES)}"
 
@@ -82,7 +82,7 @@ def mismatches(kind: str, directory: Path, device: str = "cpu") -> dict[str, lis
     """Mismatches of a model with 4 of 16 experts, by the difference between learner and engine: nats a token with the learner's
     own experts, with replayed ones; and in which share of predicting positions x layers its own are others."""
     families.model(kind, **families.experts(kind, 16, 4)).save_pretrained(directory)
-    engine = load_engine(str(directory), EngineConfig(device=device, slots=6, prefill_tokens=16, replay_routing=True))
+    engine = load_engine(str(directory), TorchEngineConfig(device=device, slots=6, prefill_tokens=16, replay_routing=True))
     groups, found = [_sampled(engine, number) for number in range(4)], {}
     for case, (dtype, moved) in _BETWEEN.items():
         policy = Policy(load_model(directory, torch.device(device)), LearnerConfig(device=device, dtype=dtype))
@@ -121,7 +121,7 @@ def check_types(device: str, directory: Path) -> str:
     """The engine in 16 bits stays near the plain passes of the same model."""
     types = ("bfloat16",) if device == "cpu" else ("bfloat16", "float16")
     for name in types:
-        load_engine(_speller(), EngineConfig(device=device, slots=4, dtype=name))
+        load_engine(_speller(), TorchEngineConfig(device=device, slots=4, dtype=name))
     return ", ".join(types)
 
 
@@ -130,7 +130,8 @@ def check_graphs(device: str, directory: Path) -> str:
     if device == "cpu":
         raise Skipped("CUDA graphs are recorded on a CUDA device only")
     plain, recorded = (
-        _greedy(EngineConfig(device=device, slots=8, cuda_graphs=graphs, batch_invariant=False)) for graphs in (False, True)
+        _greedy(TorchEngineConfig(device=device, slots=8, cuda_graphs=graphs, batch_invariant=False))
+        for graphs in (False, True)
     )
     for key, completion in plain.items():
         if completion.token_ids.tolist() != recorded[key].token_ids.tolist():
@@ -200,7 +201,7 @@ def _speller() -> str:
     return str(model_directory("tiny-speller"))
 
 
-def _greedy(config: EngineConfig) -> dict[RolloutKey, Completion]:
+def _greedy(config: TorchEngineConfig) -> dict[RolloutKey, Completion]:
     """Eight completions of prompts of different lengths."""
     prompts = (range(5, 9 + 4 * number) for number in range(8))
     return completed(load_engine(_speller(), config), requests_of(prompts, repeat(16), Sampling(temperature=0.0)))

@@ -143,7 +143,7 @@ def _installed(name: str) -> str | None:
 
 def _checked(device: str, only: list[str], echo: Callable[[str], None]) -> Iterator[Finding]:
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries do not belong into a report
-    from async_rlhf.actors.torch_engine.devices import check_device
+    from async_rlhf.actors.served_model.devices import check_device
     from async_rlhf.experiments.doctor.checks import CHECKS, Skipped
 
     check_device("--device", device)

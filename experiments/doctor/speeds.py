@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Completion, Engine, completed, load_engine
+from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
 from async_rlhf.api import train
 from async_rlhf.experiments.doctor import families
 from async_rlhf.experiments.throughput.engine import requests_of
@@ -110,7 +110,7 @@ def decoding(place: MeasuredPlace) -> Iterator[Speed]:
     copied = next(copies(place)).value
     for rows in (1, 8) if place.small else (1, 128, 256):
         for graphs in (False, True) if place.is_cuda else (False,):
-            config = EngineConfig(
+            config = TorchEngineConfig(
                 device=place.device, dtype="bfloat16", slots=rows, cuda_graphs=graphs, batch_invariant=False
             )  # fmt: skip
             engine, new = load_engine(str(place.model), config), 16 if place.small else 128
@@ -126,7 +126,7 @@ def decoding(place: MeasuredPlace) -> Iterator[Speed]:
 
 def types(place: MeasuredPlace) -> Iterator[Speed]:
     """The error of bfloat16: log-probabilities that the engine gave its own samples, beside a pass in float32."""
-    config = EngineConfig(device=place.device, dtype="bfloat16", slots=8, batch_invariant=False)
+    config = TorchEngineConfig(device=place.device, dtype="bfloat16", slots=8, batch_invariant=False)
     engine = load_engine(str(place.model), config)
     ended = _sampled(engine, 8, 64)
     del engine

@@ -244,7 +244,7 @@ def _training_share(roles: Roles, config: Config, run: RunTimes, *, memory: floa
 
 def _decoding_shares(roles: Roles, config: Config, run: RunTimes) -> tuple[float, float]:
     """Share of the memory bandwidth, and seconds of a step besides."""
-    place = roles.engine(config.engine.vllm.tensor_parallel_size if config.engine.kind == "vllm" else 1)
+    place = roles.engine(config.engine.num_devices)
     rows, context = round(run.alive), roles.prompt + run.mean_length / 2
 
     def seconds(share: float) -> float:

@@ -34,10 +34,9 @@ from pydantic import Field, ValidationError
 
 from async_rlhf.buffers.config import Section
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
-from async_rlhf.learner.config import AdvantageConfig, KindSection, LossConfig
 from async_rlhf.run import shipped
 from async_rlhf.run.config import Config
-from async_rlhf.run.config_keys import explain
+from async_rlhf.run.config_keys import explain, kind_sections
 from async_rlhf.run.loading import dotted, load, read_toml
 
 SHIPPED = {path.stem: path for path in Path(__file__).resolve().parent.glob("*.toml")}
@@ -192,9 +191,9 @@ def _check(sweep: SweepConfig, path: Path) -> None:
 
 
 def _is_parameter(key: str, levels: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether a key belongs to some loss or estimator alone, and every level names one."""
+    """Whether a key belongs to some kinds of its section alone, and every level names one."""
     section, _, name = key.partition(".")
-    kinds: dict[str, type[KindSection]] = {"loss": LossConfig, "advantage": AdvantageConfig}
+    kinds = kind_sections(Config)
     return section in kinds and name not in kinds[section].model_fields and all(f"{section}.kind" in own for own in levels)
 
 

@@ -32,8 +32,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Engine, Request, RolloutKey, completed, load_engine
+from async_rlhf.actors.engine_config import EngineConfig
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.experiments.throughput.harness import Bench, BenchmarkRow, DType, MissingError, beside, timed
@@ -118,8 +118,8 @@ def vllm_side(bench: Bench) -> Iterator[BenchmarkRow]:
         for load in loads_for(bench):
             with ExitStack() as stack:
                 sides = {}
-                for name, kind in (("engine", "torch"), ("vLLM", "vllm")):
-                    settings = {"kind": kind, "slots": load.batch, "threads": 1, "dtype": bench.dtype, "batch_invariant": False}
+                for name, own in (("engine", {"batch_invariant": False}), ("vLLM", {"kind": "vllm"})):
+                    settings = {"slots": load.batch, "threads": 1, "dtype": bench.dtype, **own}
                     started = load_engine(directory, EngineConfig.model_validate(settings), version=0)
                     side = timed(partial(run_engine, stack.enter_context(closing(started)), load))
                     sides[name] = partial(_settled, side)

@@ -26,8 +26,8 @@ import torch
 
 from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.rows import load_rows
+from async_rlhf.actors.served_model.weights import adopt_weights
 from async_rlhf.actors.torch_engine.engine import TorchEngine
-from async_rlhf.actors.torch_engine.weights import adopt_weights
 from async_rlhf.buffers.weights.shared import SealedMemory
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from async_rlhf.experiments.throughput.engine import LAYERS, WIDTH, make_model, requests_of

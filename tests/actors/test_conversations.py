@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.environments import Call, Message, Reply
 from async_rlhf.actors.environments.pool import Event
@@ -23,6 +22,7 @@ from async_rlhf.actors.loop.rollouts import FinishedRollout, behind_one_prompt
 from async_rlhf.actors.prompts import turn_seed
 from async_rlhf.actors.scoring.pool import fields_of
 from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
 from async_rlhf.buffers.record import Group, Piece, Rollout, Score, Span
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.inspect.episodes import _parts
@@ -440,7 +440,9 @@ def test_calls_at_the_same_time_have_the_logprobs_and_versions_of_plain_passes_o
 ) -> None:
     made = tokenizer(CHATML)
     models = [own_model("llama", seed, vocab_size=len(made), max_position_embeddings=700) for seed in range(3)]
-    engine = load_engine(str(save_model(models[0], tmp_path / "model")), EngineConfig(slots=8), on_update=on_update, version=0)
+    engine = load_engine(
+        str(save_model(models[0], tmp_path / "model")), TorchEngineConfig(slots=8), on_update=on_update, version=0
+    )
     environment = environment_of(Crowd(), Renderer(made, chat=True), 80, 600, calls=True)
     episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), Environments(environment))
     keys = [RolloutKey(0, 0, member) for member in range(4)]
@@ -477,7 +479,9 @@ def test_engine_and_learner_give_every_call_the_logprobs_of_a_plain_pass_of_its_
 ) -> None:
     made = tokenizer(BRACKETS if render == "split" else CHATML)
     models = [own_model("llama", seed, vocab_size=len(made), max_position_embeddings=700) for seed in range(3)]
-    engine = load_engine(str(save_model(models[0], tmp_path / "model")), EngineConfig(slots=4), on_update=on_update, version=0)
+    engine = load_engine(
+        str(save_model(models[0], tmp_path / "model")), TorchEngineConfig(slots=4), on_update=on_update, version=0
+    )
     environment = environment_of(Agency(talks), Renderer(made, chat=True, render=render), 80, 600, calls=True)
     episodes = Episodes(engine, lambda ids: str(made.decode(ids, skip_special_tokens=True)), Environments(environment))
     keys = [RolloutKey(0, 0, member) for member in range(6)]

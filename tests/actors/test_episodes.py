@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Engine, Request, RolloutKey
 from async_rlhf.actors.environments.pool import Event
 from async_rlhf.actors.loop.context import Environments
@@ -22,6 +21,7 @@ from async_rlhf.actors.prompts import Row, turn_seed
 from async_rlhf.actors.rewards.builtins.text import length, overlong
 from async_rlhf.actors.scoring.pool import Scored, fields_of
 from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
 from async_rlhf.buffers.record import Rollout, SamplingMask, Score, Span
 from async_rlhf.buffers.sampling import Sampling
 from tests.actors.scripted import (
@@ -262,7 +262,9 @@ def test_what_is_recorded_is_what_plain_passes_say_whenever_weights_change(
     """The real engine. An independent reading of the whole row, which is longer than the window of the families that have
     one."""
     models = [own_model(kind, seed) for seed in range(3)]
-    engine = load_engine(str(save_model(models[0], tmp_path / "model")), EngineConfig(slots=6), on_update=on_update, version=0)
+    engine = load_engine(
+        str(save_model(models[0], tmp_path / "model")), TorchEngineConfig(slots=6), on_update=on_update, version=0
+    )
     environment = environment_of(Talker(["and on", "and on"]), Characters(64), 6, 40)
     episodes = Episodes(engine, lambda ids: " ".join(map(str, ids)), Environments(environment))
     sampling = Sampling(temperature=0.8, top_k=top_k)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.environments import Content
 from async_rlhf.actors.environments.pool import Event
@@ -21,6 +20,7 @@ from async_rlhf.actors.prompts import Row, turn_seed
 from async_rlhf.actors.scoring.pool import fields_of
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
 from async_rlhf.buffers.record import Score, Span
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.inspect.episodes import EpisodePart, _parts, lines
@@ -130,7 +130,7 @@ def test_engine_and_learner_say_of_every_token_what_a_plain_pass_of_its_piece_sa
     made = tokenizer(BRACKETS)
     models = [own_model("llama", seed, vocab_size=len(made), max_position_embeddings=512) for seed in range(3)]
     directory = str(save_model(models[0], tmp_path / "model"))
-    engine = load_engine(directory, EngineConfig(slots=4), on_update=on_update, version=0)
+    engine = load_engine(directory, TorchEngineConfig(slots=4), on_update=on_update, version=0)
     renderer = Renderer(made, chat=True, render="split")
     renderer.check()
     environment = environment_of(Talker(ANSWERS), renderer, 20, 400)

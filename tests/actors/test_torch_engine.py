@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Completion, Request, RolloutKey, check_room
 from async_rlhf.actors.torch_engine.cache import RowCache
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.loading import find_max_places, load_engine
 from async_rlhf.actors.torch_engine.reserved import Reserved, ReservedCache
 from async_rlhf.actors.torch_engine.scheduler import Size
+from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
 from async_rlhf.buffers.errors import ConfigError, EngineError
 from async_rlhf.buffers.record import Span
 from async_rlhf.buffers.sampling import Sampling
@@ -105,7 +105,7 @@ def saved(tmp_path: Path) -> str:
 
 def test_a_saved_model_is_served_with_its_version_its_limit_and_all_its_end_tokens(saved: str) -> None:
     requests = [Request(RolloutKey(0, 0, number), (1, 5), 30, Sampling(), number) for number in range(32)]
-    engine = load_engine(saved, EngineConfig(slots=8), version=4)
+    engine = load_engine(saved, TorchEngineConfig(slots=8), version=4)
     assert engine.version == 4
     done = finished(engine, requests).values()
     assert {c.finish_reason for c in done} == {"stop", "length"}
@@ -114,7 +114,7 @@ def test_a_saved_model_is_served_with_its_version_its_limit_and_all_its_end_toke
         engine.submit([replace(requests[0], max_new_tokens=31)])
     settings = Path(saved) / "generation_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token_id": list(range(1, 16))}))
-    done = finished(load_engine(saved, EngineConfig(slots=4)), requests[:4]).values()
+    done = finished(load_engine(saved, TorchEngineConfig(slots=4)), requests[:4]).values()
     assert all(set(c.token_ids[:-1].tolist()) <= {0} and c.token_ids[-1] != 0 for c in done)
 
 
@@ -132,7 +132,7 @@ def test_what_cannot_be_loaded_is_refused(settings: dict[str, Any], described: s
     if described:
         (tmp_path / "config.json").write_text(described)
     with pytest.raises(ConfigError, match=message):
-        load_engine(str(tmp_path), EngineConfig(**settings))
+        load_engine(str(tmp_path), TorchEngineConfig(**settings))
 
 
 # Where memory is counted
@@ -192,7 +192,7 @@ def test_room_for_the_longest_completion_is_looked_for_before_there_is_one(model
         check_room(engine, 20, 45)
     model.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"^a completion needs room for .*, engine.kv_bytes has less"):
-        load_engine(str(tmp_path), EngineConfig(kv_bytes=9 * bytes_of_a_token(model)))
+        load_engine(str(tmp_path), TorchEngineConfig(kv_bytes=9 * bytes_of_a_token(model)))
 
 
 def test_bytes_are_counted_as_the_model_stores_them_and_bound_the_cache(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_bytes_are_counted_as_the_model_stores_them_and_bound_the_cache(model: P
     with pytest.raises(ConfigError, match=f"engine.kv_bytes = 5 holds no token: keys and values of one take {a_token} bytes"):
         find_max_places(model, 5)
     model.save_pretrained(tmp_path)
-    engine = load_engine(str(tmp_path), EngineConfig(slots=16, kv_bytes=200_000, prefill_tokens=64))
+    engine = load_engine(str(tmp_path), TorchEngineConfig(slots=16, kv_bytes=200_000, prefill_tokens=64))
     finished(engine, long_requests(8))
     assert 0 < engine.cache_bytes <= 200_000
 

@@ -18,13 +18,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel
 
-from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Bits, Completion, Engine, Request, RolloutKey
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.forward import GraphedForward
 from async_rlhf.actors.torch_engine.llama import LlamaForward
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.actors.torch_engine.scheduler import PrefillChunk
+from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.sampling import Sampling
 from tests.actors.strange_products import strange_products
@@ -247,12 +247,12 @@ def test_it_is_on_where_it_is_left_open_and_refused_only_where_it_is_demanded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_model("grouped-query", torch.float32).save_pretrained(tmp_path)
-    engines = {asked: load_engine(str(tmp_path), EngineConfig(batch_invariant=asked)) for asked in (None, True, False)}
+    engines = {asked: load_engine(str(tmp_path), TorchEngineConfig(batch_invariant=asked)) for asked in (None, True, False)}
     assert [engine.is_batch_invariant for engine in engines.values()] == [True, True, False]
     assert engines[None].bits == engines[True].bits == Bits(digest=engines[True].bits.digest)
     assert engines[False].bits == Bits(obstacle="engine.batch_invariant = false")
     with strange_products("borders"):
-        elsewhere = load_engine(str(tmp_path), EngineConfig())
+        elsewhere = load_engine(str(tmp_path), TorchEngineConfig())
     assert elsewhere.is_batch_invariant and elsewhere.bits.digest not in ("", engines[None].bits.digest)
 
     class Unlike(LlamaForward):
@@ -264,10 +264,10 @@ def test_it_is_on_where_it_is_left_open_and_refused_only_where_it_is_demanded(
 
     monkeypatch.setattr("async_rlhf.actors.torch_engine.engine.InvariantLlamaForward", Unlike)
     reason = "on this processor the bits of a completion depend on what is computed beside it"
-    engine = load_engine(str(tmp_path), EngineConfig())
+    engine = load_engine(str(tmp_path), TorchEngineConfig())
     assert engine.bits == Bits(obstacle=reason) and type(engine._forward) is LlamaForward
     with pytest.raises(ConfigError, match=f'true: {reason}. Set engine.batch_invariant = "none"'):
-        load_engine(str(tmp_path), EngineConfig(batch_invariant=True))
+        load_engine(str(tmp_path), TorchEngineConfig(batch_invariant=True))
 
 
 @pytest.mark.parametrize(
@@ -280,6 +280,6 @@ def test_it_is_on_where_it_is_left_open_and_refused_only_where_it_is_demanded(
 )
 def test_a_model_that_cannot_be_served_so_is_refused_where_it_is_asked_for(config: PretrainedConfig, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    assert "as it is configured; only plain Llama" in load_engine(str(tmp_path), EngineConfig()).bits.obstacle
+    assert "as it is configured; only plain Llama" in load_engine(str(tmp_path), TorchEngineConfig()).bits.obstacle
     with pytest.raises(ConfigError, match=r"batch_invariant = true with model type '\w+' as it is configured; only plain"):
-        load_engine(str(tmp_path), EngineConfig(batch_invariant=True))
+        load_engine(str(tmp_path), TorchEngineConfig(batch_invariant=True))

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Request, RolloutKey
+from async_rlhf.actors.vllm_engine.settings import VLLMEngineConfig
 from async_rlhf.buffers.errors import EngineError
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.experiments.doctor import families
@@ -89,7 +89,7 @@ def test_other_families_are_sampled_as_plain_passes_say_beyond_their_windows_too
     loading = pytest.importorskip("async_rlhf.actors.vllm_engine.loading")
     pytest.importorskip("vllm")
     model = families.model(kind, **SIZES, **OWN[kind])
-    engine = loading.load_engine(str(save_model(model, tmp_path)), EngineConfig(kind="vllm", slots=4), version=0)
+    engine = loading.load_engine(str(save_model(model, tmp_path)), VLLMEngineConfig(kind="vllm", slots=4), version=0)
     try:
         rng = np.random.default_rng(0)
         prompts = [tuple(rng.integers(3, 40, length).tolist()) for length in (5, 19, 30)]

@@ -24,10 +24,10 @@ pytestmark = [
 
 ACTOR = """
 import sys
-from async_rlhf.actors.config import EngineConfig
+from async_rlhf.actors.vllm_engine.settings import VLLMEngineConfig
 from async_rlhf.actors.vllm_engine.loading import load_engine
 if __name__ == "__main__":
-    load_engine(sys.argv[1], EngineConfig(kind="vllm"))
+    load_engine(sys.argv[1], VLLMEngineConfig(kind="vllm"))
 """
 
 

@@ -11,10 +11,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Completion, Request, RolloutKey
 from async_rlhf.actors.vllm_engine.engine import VLLMEngine
 from async_rlhf.actors.vllm_engine.loading import load_engine
+from async_rlhf.actors.vllm_engine.settings import VLLMEngineConfig
 from async_rlhf.buffers.errors import ConfigError, EngineError
 from async_rlhf.buffers.sampling import Sampling
 from tests.actors.vllm_model import SHIPPED
@@ -138,4 +138,4 @@ def test_arguments_that_vllm_refuses_and_another_release_are_wrong_settings(monk
         VLLMEngine(make, cast(Any, NoModel()), slots=2, stop_ids=[1], has_tokenizer=False)
     monkeypatch.setattr("vllm.__version__", "0.31.2")
     with pytest.raises(ConfigError, match=r"vLLM 0\.31\.2 is installed, 0\.32\.\* or 0\.33\.\* is needed; install the extra"):
-        load_engine(str(SHIPPED), EngineConfig(kind="vllm"))
+        load_engine(str(SHIPPED), VLLMEngineConfig(kind="vllm"))

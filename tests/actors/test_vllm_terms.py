@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.vllm_engine.loading import engine_arguments, environment
 from async_rlhf.actors.vllm_engine.outputs import completion_of, read_logprobs, read_spans, sampling_arguments
+from async_rlhf.actors.vllm_engine.settings import VLLMEngineConfig
 from async_rlhf.actors.vllm_engine.weights import IndexedWeights, as_index
 from async_rlhf.buffers.errors import ConfigError, EngineError
 from async_rlhf.buffers.record import Span
@@ -55,7 +55,7 @@ def test_sampling_is_passed_on_and_ends_with_our_stop_tokens_only() -> None:
 
 
 def arguments(**vllm: Any) -> dict[str, Any]:
-    config = EngineConfig.model_validate({"kind": "vllm", "slots": 8, "prefill_tokens": 100, "vllm": vllm})
+    config = VLLMEngineConfig(kind="vllm", slots=8, prefill_tokens=100, **vllm)
     known = {"model", "max_model_len", "swap_space", "dtype"}
     return engine_arguments("model", config, context=512, has_tokenizer=True, known=known)
 
@@ -72,9 +72,10 @@ def test_engine_arguments_are_passed_through_and_unknown_or_doubled_ones_refused
 
 def test_the_users_environment_is_kept_but_for_the_threads() -> None:
     given = {"VLLM_LOGGING_LEVEL": "DEBUG", "OMP_NUM_THREADS": "16"}
-    set_ = environment(EngineConfig(threads=2), True, 77, given)
+    config = VLLMEngineConfig(kind="vllm", threads=2)
+    set_ = environment(config, True, 77, given)
     assert "VLLM_LOGGING_LEVEL" not in set_ and set_["OMP_NUM_THREADS"] == "2"
-    assert set_["TORCH_COMPILE_DISABLE"] == "1" and "TORCH_COMPILE_DISABLE" not in environment(EngineConfig(), False, 77, {})
+    assert set_["TORCH_COMPILE_DISABLE"] == "1" and "TORCH_COMPILE_DISABLE" not in environment(config, False, 77, {})
 
 
 def test_the_workers_read_the_tensors_bit_for_bit_and_change_them_for_no_other() -> None:

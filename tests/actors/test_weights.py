@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights.shared import SealedMemory
@@ -61,7 +61,7 @@ def test_a_sound_set_is_adopted_to_the_last_bit_tied_parameters_once(kind: str) 
 
 def test_parameters_lie_in_a_sealed_set_and_nothing_that_comes_later_is_written_into_it(tmp_path: Path) -> None:
     save_model(make_model(0), tmp_path)
-    engine = load_engine(str(tmp_path), EngineConfig(slots=4), version=0)
+    engine = load_engine(str(tmp_path), TorchEngineConfig(slots=4), version=0)
     sealed = WeightSet.of(1, 1, raw_weights(make_model(1)), make=SealedMemory.make)
     before, parameters = bytes(sealed.blob), dict(engine._model.named_parameters())
     places = {name: np.frombuffer(each.data, np.uint8).ctypes.data for name, each in sealed.tensors().items()}
@@ -80,7 +80,7 @@ def test_parameters_lie_in_a_sealed_set_and_nothing_that_comes_later_is_written_
 def engine(request: pytest.FixtureRequest, vllm_directory: Path) -> Iterator[Any]:
     """Serves the weights of `make_model(0)`."""
     if request.param == "torch":
-        yield load_engine(str(vllm_directory), EngineConfig(slots=4), version=0)
+        yield load_engine(str(vllm_directory), TorchEngineConfig(slots=4), version=0)
         return
     engine = request.getfixturevalue("vllm_engine")
     if engine.version != 0:
@@ -103,7 +103,7 @@ def test_adapters_are_added_to_the_weights_the_engine_began_with_and_not_to_the_
 
 
 def test_the_sum_is_rounded_once_to_the_type_that_is_served(vllm_directory: Path) -> None:
-    engine = load_engine(str(vllm_directory), EngineConfig(slots=4, dtype="bfloat16"), version=0)
+    engine = load_engine(str(vllm_directory), TorchEngineConfig(slots=4, dtype="bfloat16"), version=0)
     a, b = adapter(3)
     engine.load_weights(1, a_set(a, b))
     served = dict(engine._model.named_parameters())[NAME]
@@ -128,7 +128,7 @@ FLAWS: dict[str, tuple[dict[str, RawTensor], str]] = {
 
 @pytest.mark.parametrize("flaw", FLAWS)
 def test_a_set_with_a_flaw_changes_nothing(flaw: str, vllm_directory: Path) -> None:
-    engine = load_engine(str(vllm_directory), EngineConfig(slots=4), version=5)
+    engine = load_engine(str(vllm_directory), TorchEngineConfig(slots=4), version=5)
     tensors, message = FLAWS[flaw]
     with pytest.raises(WeightsError, match=message):
         engine.load_weights(6, tensors)
@@ -140,7 +140,7 @@ def test_a_base_that_is_not_there_under_that_name_is_named_with_the_way_out(tmp_
     model.config.tie_word_embeddings = True  # else the output layer would be missing
     directory = save_model(model, tmp_path / "model")
     save_model(model.model, directory)  # the same weights without the prefix of their names
-    engine = load_engine(str(directory), EngineConfig(slots=4), version=0)
+    engine = load_engine(str(directory), TorchEngineConfig(slots=4), version=0)
     with pytest.raises(WeightsError, match=r'no tensor of that name. Set learner.lora.publish = "merged"'):
         engine.load_weights(1, a_set(A, B))
 
@@ -150,7 +150,7 @@ def test_a_base_that_is_not_there_under_that_name_is_named_with_the_way_out(tmp_
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_in_sixteen_bits_they_agree_within_the_tolerance_of_the_type(dtype: Any) -> None:
-    config = EngineConfig(slots=2, dtype=dtype)
+    config = TorchEngineConfig(slots=2, dtype=dtype)
     backend = make_backend(SHIPPED, LearnerConfig(), LossConfig(), publish_dtype=dtype)
     engine = load_engine(str(SHIPPED), config)
     engine.load_weights(0, backend.tensors())
@@ -176,4 +176,4 @@ def test_updates_that_rounding_swallows_are_no_difference_of_engine_and_learner(
     with torch.no_grad():
         logits = model(input_ids=ids[:, :-1]).logits[0]
     unrounded = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    assert float((unrounded - torch.tensor(before.logprobs)).abs().max()) > EngineConfig(dtype="bfloat16").canary_tolerance
+    assert float((unrounded - torch.tensor(before.logprobs)).abs().max()) > TorchEngineConfig(dtype="bfloat16").canary_tolerance

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from async_rlhf.actors.config import EngineConfig, GenerationConfig, ScoringConfig
+from async_rlhf.actors.config import GenerationConfig, ScoringConfig
 from async_rlhf.actors.engine import Engine, RolloutKey
 from async_rlhf.actors.environments import Reply
 from async_rlhf.actors.loop.context import Environment, Environments, RunContext
@@ -19,6 +19,7 @@ from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.rewards import resolve
 from async_rlhf.actors.scoring.pool import ScoringPool
 from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.protocol.wire import CreditItem, Telemetry
@@ -98,7 +99,7 @@ def worker(
         partial_every=partial_every,
         environments=Environments(environment),
     )
-    engine = engine or load_engine(str(SHIPPED), EngineConfig(slots=slots), version=0)
+    engine = engine or load_engine(str(SHIPPED), TorchEngineConfig(slots=slots), version=0)
     pool = pool or ScoringPool[RolloutKey](resolve(["exact"], Path.cwd()), ScoringConfig())
     try:
         yield Worker("a", cast(ActorClient, cast(Any, hub)), engine, pool, context, 4, 1e-3)
@@ -145,7 +146,7 @@ def test_weights_that_come_in_mid_group_are_served_as_configured_and_never_befor
     backend = make_backend(directory, LearnerConfig(), LossConfig())
     newer = WeightSet.of(2, 1, backend.tensors(), backend.canary())
     hub = ScriptedHub([[credit(number) for number in range(4)]], wanted=4, weights={6: newer})
-    engine = load_engine(str(directory), EngineConfig(slots=4), on_update=on_update, version=0)
+    engine = load_engine(str(directory), TorchEngineConfig(slots=4), on_update=on_update, version=0)
     with worker(hub, engine, length=20) as actor:
         assert actor.run() == "enough"
     by_group = {group.number: {version for version, _ in group.sampled_spans()} for group in hub.groups}
@@ -163,7 +164,7 @@ def test_weights_under_which_the_engine_says_something_else_of_the_probe_generat
     backend = make_backend(directory, LearnerConfig(), LossConfig())
     told = (canary := backend.canary()).model_copy(update={"logprobs": [each + off for each in canary.logprobs]})
     hub = ScriptedHub([[], [credit(0)]], wanted=1, weights={1: WeightSet.of(2, 1, backend.tensors(), told)})
-    engine = load_engine(str(directory), EngineConfig(slots=4), version=0)
+    engine = load_engine(str(directory), TorchEngineConfig(slots=4), version=0)
     with worker(hub, engine) as actor, pytest.raises(WeightsError, match="Nothing was generated with it"):
         actor.run()
     assert hub.groups == []

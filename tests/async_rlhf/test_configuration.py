@@ -12,10 +12,9 @@ import pytest
 import async_rlhf
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.cli.reference import reference
-from async_rlhf.learner.config import AdvantageConfig, LossConfig, own_parameters
-from async_rlhf.learner.registry import shipped
+from async_rlhf.learner.config import AdvantageConfig, LossConfig
 from async_rlhf.run.config import Config
-from async_rlhf.run.config_keys import ELSEWHERE, KINDS, settings
+from async_rlhf.run.config_keys import ELSEWHERE, KINDS, kind_sections, own_settings, settings
 from async_rlhf.run.loading import differences, load, parse_override
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.shipped import FILES, write_start
@@ -99,12 +98,12 @@ def test_an_unknown_key_is_answered_with_the_one_that_was_meant(key: str) -> Non
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"loss.kind": "dppo_tv", "loss.dleta": 0.3}, "'dppo_tv' has the parameter delta; did you mean 'loss.delta'?"),
-        ({"loss.kind": "sao", "loss.kl_ceof": 1}, "'sao' has the parameters high, low; did you mean 'loss.kl_coef'?"),
-        ({"loss.delta": 0.3}, "0.3: loss.kind = 'decoupled_ppo' has no parameters of its own; it is one of 'dppo_tv' or '"),
-        ({"loss.beta": 1}, "1: loss.kind = 'decoupled_ppo' has no parameters of its own; did you mean 'loss.kl_coef'?"),
-        ({"advantage.c_cap": 1}, "1: advantage.kind = 'group_relative' has the parameter scale_by_std; it is one of 'v_trace'"),
-        ({"advantage.xyz": 1}, "has the parameter scale_by_std; choose one of: constant_groups, gamma, "),
+        ({"loss.kind": "dppo_tv", "loss.dleta": 0.3}, "'dppo_tv' has the key delta; did you mean 'loss.delta'?"),
+        ({"loss.kind": "sao", "loss.kl_ceof": 1}, "'sao' has the keys high, low; did you mean 'loss.kl_coef'?"),
+        ({"loss.delta": 0.3}, "0.3: loss.kind = 'decoupled_ppo' has no keys of its own; it is one of 'dppo_tv' or '"),
+        ({"loss.beta": 1}, "1: loss.kind = 'decoupled_ppo' has no keys of its own; did you mean 'loss.kl_coef'?"),
+        ({"advantage.c_cap": 1}, "1: advantage.kind = 'group_relative' has the key scale_by_std; it is one of 'v_trace'"),
+        ({"advantage.xyz": 1}, "has the key scale_by_std; choose one of: constant_groups, gamma, "),
     ],
 )
 def test_a_parameter_that_a_loss_has_not_got_is_answered_with_those_it_has(given: dict[str, Any], says: str) -> None:
@@ -117,7 +116,7 @@ def test_another_loss_leaves_the_parameters_of_the_former_behind_and_keeps_what_
     assert load(own, {"loss.kl_coef": 0.1}).loss.parameters == {"delta": 0.3}
     assert load(own, {"loss.kind": "dppo_kl"}).loss == LossConfig(kind="dppo_kl", is_cap=3.0)
     assert load(own, {"loss.epsilon": 0.1, "loss.kind": "ipo"}).loss == LossConfig(kind="ipo", is_cap=3.0, epsilon=0.1)
-    with pytest.raises(ConfigError, match="'ipo' has the parameter epsilon; it is one of 'dppo_tv'"):
+    with pytest.raises(ConfigError, match="'ipo' has the key epsilon; it is one of 'dppo_tv'"):
         load(own, {"loss.delta": 0.1, "loss.kind": "ipo"})
     assert (
         load(QUICK, {"advantage": AdvantageConfig(level="turn"), "advantage.kind": "leave_one_out"}).advantage.level == "turn"
@@ -153,14 +152,17 @@ def test_what_is_no_configuration_is_answered_with_what_is() -> None:
         load(given)
 
 
-SECTIONS = {"loss": LossConfig, "advantage": AdvantageConfig}
-FUNCTIONS = [(name, kind) for name in SECTIONS for kind in shipped(name)]  # type: ignore[arg-type]
+OF_KINDS = {
+    (name, kind): own_settings(section, kind, f"{name}.")
+    for name, section in kind_sections(Config).items()
+    for kind in section.kinds()
+}
+"""The keys of each loss, estimator and engine alone."""
 
 
 def test_names_of_other_systems_lead_to_keys_of_ours_and_are_none_of_ours() -> None:
     ours = {setting.key for setting in settings(Config)}
-    of_functions = {f"{name}.{own}" for name, kind in FUNCTIONS for own in own_parameters(SECTIONS[name], kind).model_fields}
-    assert set(ELSEWHERE) <= ours | of_functions
+    assert set(ELSEWHERE) <= ours | {own.key for keys in OF_KINDS.values() for own in keys}
     theirs = [name for names in ELSEWHERE.values() for name in names]
     assert len(set(theirs)) == len(theirs) and not set(theirs) & {key.rpartition(".")[2] for key in ours}
 
@@ -189,9 +191,11 @@ def test_the_reference_of_keys_is_what_the_code_says_and_every_key_has_a_meaning
     assert text == (REPOSITORY / "docs" / "configuration.md").read_text(), "python -m async_rlhf.cli.reference writes it"
     for setting in settings(Config):
         assert re.search(rf"\| `{re.escape(setting.key)}[=`]", text)
-    for name, kind in FUNCTIONS:
-        for own in own_parameters(SECTIONS[name], kind).model_fields:
-            assert re.search(rf"(?m)^\| `{kind}` \|.* ?`{name}.{own}=", text)
+    for (name, kind), keys in OF_KINDS.items():
+        of_kind = rf'`{name}.kind = "{kind}"`: .*\n(\n?\|.*\n)*' if name == "engine" else rf"\| `{kind}` "
+        for own in keys:
+            assert re.search(rf"(?m)^{of_kind}\|.* ?`{own.key}[=`]", text)
+    assert len(OF_KINDS) > 20
     assert "| `queue.max_staleness=1` int ≥0, ≤1024 | Largest staleness" in text
 
 

@@ -59,7 +59,6 @@ UNUSED: dict[str, dict[str, Any]] = {
     "learner.critic.learning_rate": {"learner.critic.learning_rate": 1e-3},
     "learner.reference_dtype": {"learner.reference_dtype": "bfloat16"},
     "engine.kv.window": {"engine.kv.window": 8},
-    "engine.vllm.tensor_parallel_size": {"engine.vllm.tensor_parallel_size": 2},
     "environment.workers": {"environment.workers": 2},
     "advantage.max_refills": {"advantage.max_refills": 4},
     "advantage.gamma": {"advantage.gamma": 0.9},
@@ -79,7 +78,7 @@ def test_a_setting_of_what_the_run_has_not_got_is_remarked(key: str, small: Any)
     [
         {"learner.backend": "deepspeed", "learner.zero_stage": 3},
         {"learner.lora.rank": 2, "learner.lora.targets": ["q_proj"]},
-        {"engine.kv_policy": "window", "engine.kv.window": 8},
+        {"engine.kv": {"policy": "window", "window": 8}},
         {"advantage.kind": "reinforce_pp", "advantage.gamma": 0.9},
         {"advantage.constant_groups": "refill", "advantage.max_refills": 4},
     ],

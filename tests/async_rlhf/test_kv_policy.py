@@ -13,26 +13,29 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.torch_engine.kv_policy import KeptPositions
 from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.run.config import Config
 from async_rlhf.run.loading import load
-from async_rlhf.run.processes.evaluation import evaluating_engine
 from tests.conftest import QUICK
 
-KV: dict[str, Any] = {"sinks": 1, "window": 8, "representatives": 4, "ends": []}
-SINK: dict[str, Any] = {"engine.kv_policy": "chunk_sink", "engine.kv": KV}
+KV: dict[str, Any] = {"policy": "chunk_sink", "sinks": 1, "window": 8, "representatives": 4, "ends": []}
+SINK: dict[str, Any] = {"engine.kv": KV}
 NO_WEIGHT = {"queue.max_staleness": 0, "loss.is_cap": "none"}
 
 # what is asked beside SINK, what the refusal says, and what makes it right as the refusal says
 CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
-    "another engine": ({"engine.kind": "vllm"}, "with engine.kind = 'vllm'.*only 'torch'", {"engine.kind": "torch"}),
+    "another engine": (
+        {"engine.kind": "vllm"},
+        "unknown key 'engine.kv': engine.kind = 'vllm' has the keys .*; it is one of 'torch'",
+        {"engine.kind": "torch"},
+    ),
     "recorded passes": ({"engine.cuda_graphs": True}, "engine.cuda_graphs = true.*= false", {"engine.cuda_graphs": False}),
     "the same bits in any batch": (
         {"engine.batch_invariant": True},
-        "engine.batch_invariant = true with engine.kv_policy = 'chunk_sink'; only 'full' can",
+        "engine.batch_invariant = true with engine.kv.policy = 'chunk_sink'; only 'full' can",
         {"engine.batch_invariant": "none"},
     ),
     "a window longer than any text": (
@@ -80,12 +83,12 @@ def test_no_run_ends_because_the_engine_is_another_policy_and_evaluations_attend
 
     assert limit() == 0.01 and limit(**SINK) == math.inf
     assert limit(**SINK, **{"engine.mismatch_limit": 0.5}) == 0.5
-    assert evaluating_engine(load(QUICK, SINK)).kv_policy == "full"
+    assert load(QUICK, SINK).served_engine.plain == load(QUICK).served_engine
 
 
 def loaded(**engine: Any) -> Any:
-    settings = {"kv_policy": "chunk_sink", "slots": 2, "kv": KV} | engine
-    return load_engine(load(QUICK).model, EngineConfig.model_validate(settings))
+    settings = {"slots": 2, "kv": KV} | engine
+    return load_engine(load(QUICK).model, TorchEngineConfig.model_validate(settings))
 
 
 def test_the_tokens_of_the_model_say_where_chunks_end() -> None:
@@ -93,9 +96,9 @@ def test_the_tokens_of_the_model_say_where_chunks_end() -> None:
     policy = loaded(kv=KV | {"ends": ["e", "1"]}).kv_policy
     assert {tokenizer.decode([token])[-1] for token in np.flatnonzero(policy.ends)} == {"e", "1"}
     assert policy.budget == 13 and not loaded().kv_policy.ends.any()
-    assert loaded(kv_policy="window").kv_policy.budget == 9
+    assert loaded(kv=KV | {"policy": "window"}).kv_policy.budget == 9
     with pytest.raises(ConfigError, match=r"engine\.kv\.ends = \['(☃|\\u2603)'\]: no token of the model"):
-        loaded(kv={"ends": ["☃"]})
+        loaded(kv={"policy": "chunk_sink", "ends": ["☃"]})
 
 
 def test_when_it_is_loaded_the_engine_is_held_to_a_masked_pass_of_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +115,7 @@ def test_when_it_is_loaded_the_engine_is_held_to_a_masked_pass_of_its_model(monk
 
 
 def test_memory_for_less_than_a_row_is_refused_with_the_least_that_does() -> None:
-    kv = {"ends": []}
+    kv = {"policy": "chunk_sink", "ends": []}
     with pytest.raises(ConfigError, match=r"engine\.kv_bytes = 40000 holds \d+ tokens, and a row takes 325") as refused:
         loaded(kv_bytes=40000, kv=kv)
     loaded(kv_bytes=int(str(refused.value).rpartition(" ")[2]), kv=kv)

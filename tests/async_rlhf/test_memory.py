@@ -17,11 +17,14 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from async_rlhf.actors.config import EngineConfig, GenerationConfig
+from async_rlhf.actors.config import GenerationConfig
 from async_rlhf.actors.engine import Request, RolloutKey
+from async_rlhf.actors.engine_config import Demand, EngineConfig
 from async_rlhf.actors.environments import EnvironmentConfig, resolve
 from async_rlhf.actors.environments.pool import EpisodePool
 from async_rlhf.actors.torch_engine.engine import TorchEngine
+from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
+from async_rlhf.buffers.model_directory import ModelShape
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.batch.micro_batch import MicroBatch
 from async_rlhf.learner.config import LearnerConfig, LossConfig
@@ -29,7 +32,6 @@ from async_rlhf.learner.model.policy import Policy
 from async_rlhf.learner.objective.objective import LossInputs, objective
 from async_rlhf.learner.step.torch_machine import make_adamw
 from async_rlhf.run.checks import memory
-from async_rlhf.run.checks.memory import Shape
 
 LAYERS = 36
 ROWS, LENGTH, TOKENS = 4, 2048, 64
@@ -68,7 +70,7 @@ def micro_batch() -> MicroBatch:
     )
 
 
-def measured(config: Qwen3Config, learner: LearnerConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Shape]:
+def measured(config: Qwen3Config, learner: LearnerConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[int, ModelShape]:
     """Bytes at the peak of the second micro-batch of an update, the optimizer's state included."""
     monkeypatch.setattr(Policy, "_output_layer_is_last", lambda self: True)  # it looks at numbers, and there are none
     batch = micro_batch()
@@ -99,7 +101,7 @@ def measured(config: Qwen3Config, learner: LearnerConfig, monkeypatch: pytest.Mo
             )
             objective(inputs, LossConfig(entropy_coef=0.01, is_cap=None, allow_uncorrected=True)).total.backward()
         peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-    return int(peak), Shape.of(config.to_dict(), sum(p.numel() for p in named.values()))
+    return int(peak), ModelShape.of(config.to_dict(), sum(p.numel() for p in named.values()))
 
 
 @pytest.mark.parametrize(
@@ -122,13 +124,13 @@ def test_the_estimate_of_a_learner_is_what_policy_loss_and_optimizer_take(
         assert estimate == pytest.approx(total, rel=0.15), layers
         found.append((total, shape.parameters))
     (two, p2), (four, p4) = found
-    whole = Shape.of(qwen3_4b(LAYERS, tied).to_dict(), p2 + (LAYERS - 2) // 2 * (p4 - p2))
+    whole = ModelShape.of(qwen3_4b(LAYERS, tied).to_dict(), p2 + (LAYERS - 2) // 2 * (p4 - p2))
     estimate = sum(memory.learner(learner, whole, GENERATION, reference=0).values())
     assert estimate == pytest.approx(two + (LAYERS - 2) // 2 * (four - two), rel=0.15)
 
 
 def test_zero_shares_out_what_its_stage_says() -> None:
-    shape = Shape.of(qwen3_4b(LAYERS, True).to_dict(), 4_000_000_000)
+    shape = ModelShape.of(qwen3_4b(LAYERS, True).to_dict(), 4_000_000_000)
     reduced = 4 * 100_000_000
 
     def parts(**settings: Any) -> dict[str, int]:
@@ -154,19 +156,19 @@ def test_zero_shares_out_what_its_stage_says() -> None:
 
 
 def test_an_engine_holds_keys_and_values_for_its_slots_or_up_to_its_limit() -> None:
-    shape = Shape.of(qwen3_4b(LAYERS, True).to_dict(), 4_000_000_000)
+    shape = ModelShape.of(qwen3_4b(LAYERS, True).to_dict(), 4_000_000_000)
     token = 2 * LAYERS * 8 * 128 * 2
 
     def cache(holds: bool = False, **settings: Any) -> int:
-        config = EngineConfig(device="cuda", dtype="bfloat16", **settings)
-        parts = memory.engine(config, shape, GENERATION, 40 << 30, holds=holds)
+        config = EngineConfig.model_validate({"device": "cuda", "dtype": "bfloat16", **settings})
+        parts = config.memory(Demand(shape, 1024, holds), 40 << 30)
         return sum(parts.get(name, 0) for name in ("keys and values", "held between turns"))
 
     assert cache(slots=64) == 64 * 1024 * token
     assert cache(slots=64, kv_bytes=1 << 30) == 1 << 30
     assert cache(slots=64, kv_bytes=1 << 30, holds=True) == 2 << 30
-    assert cache(kind="vllm") == cache(kind="vllm", holds=True) == (40 << 30) - 8_000_000_000 - memory.CONTEXT
-    assert cache(kind="vllm", vllm={"tensor_parallel_size": 4}) == (40 << 30) - 2_000_000_000 - memory.CONTEXT
+    assert cache(kind="vllm") == cache(kind="vllm", holds=True) == (40 << 30) - 8_000_000_000
+    assert cache(kind="vllm", tensor_parallel_size=4) == (40 << 30) - 2_000_000_000
 
 
 @pytest.mark.parametrize("max_places", [None, 64], ids=["by slots", "engine.kv_bytes"])
@@ -177,10 +179,9 @@ def test_what_an_engine_holds_between_turns_is_what_was_estimated_at_most(max_pl
     )
     model = LlamaForCausalLM(config)
     token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, width, bytes of a float32
-    generation = GenerationConfig(max_prompt_length=20, max_completion_length=12)
-    settings = EngineConfig(slots=4, kv_bytes=max_places and max_places * token)
-    shape = Shape.of(config.to_dict(), sum(each.numel() for each in model.parameters()))
-    estimate = memory.engine(settings, shape, generation, None, holds=True)["held between turns"]
+    settings = TorchEngineConfig(slots=4, kv_bytes=max_places and max_places * token)
+    shape = ModelShape.of(config.to_dict(), sum(each.numel() for each in model.parameters()))
+    estimate = settings.memory(Demand(shape, 32, holds=True), None)["held between turns"]
     engine = TorchEngine(model, slots=4, max_length=32, max_places=max_places)
     engine.submit([Request(RolloutKey(n, 0, 0), (n,) * 20, 12, Sampling(), n, hold=True) for n in range(9)])
     held = 0

@@ -22,10 +22,10 @@ from safetensors.torch import load_file as torch_tensors
 from safetensors.torch import save_file as save_torch_tensors
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Request, RolloutKey, completed
 from async_rlhf.actors.scoring.models import ReferenceModel
 from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
 from async_rlhf.buffers.attention import FAMILIES, angle_limit, attention, max_length
 from async_rlhf.buffers.errors import ConfigError, RewardError
 from async_rlhf.buffers.record import Group, Rollout
@@ -53,7 +53,7 @@ SLICE = (
 )
 def test_three_steps_keep_engine_and_learner_one_policy(kind: str, tmp_path: Path) -> None:
     families.model(kind).save_pretrained(tmp_path)
-    engine = load_engine(str(tmp_path), EngineConfig(slots=4, prefill_tokens=16))
+    engine = load_engine(str(tmp_path), TorchEngineConfig(slots=4, prefill_tokens=16))
     backend = make_backend(tmp_path, LearnerConfig(learning_rate=1e-2, warmup_steps=0), LossConfig())
     rng = np.random.default_rng(0)
     for step in range(STEPS):
@@ -115,7 +115,7 @@ def test_a_model_of_which_files_lack_a_part_is_not_begun_with_random_numbers(is_
     tensors = load_file(model / "model.safetensors")
     norm = tensors.pop("model.norm.weight")
     save_file({**tensors, **({"model.norm.weight": norm[:1]} if is_cut else {})}, model / "model.safetensors")
-    for load_it in (lambda: load_model(model, torch.device("cpu")), lambda: load_engine(str(model), EngineConfig())):
+    for load_it in (lambda: load_model(model, torch.device("cpu")), lambda: load_engine(str(model), TorchEngineConfig())):
         with pytest.raises(ConfigError, match=r"no tensor 'model.norm.weight' of the shape .* \(1 such tensors\)"):
             load_it()
 
@@ -125,7 +125,7 @@ def test_weights_of_eight_bits_are_never_taken_for_their_values(kind: torch.dtyp
     model = shutil.copytree(SPELLER, tmp_path / "model")
     tensors = torch_tensors(model / "model.safetensors")
     save_torch_tensors({**tensors, (name := "model.norm.weight"): tensors[name].to(kind)}, model / "model.safetensors")
-    engine, learner = lambda: load_engine(str(model), EngineConfig()), lambda: load_model(model, torch.device("cpu"))
+    engine, learner = lambda: load_engine(str(model), TorchEngineConfig()), lambda: load_model(model, torch.device("cpu"))
     for load_it in (engine, learner, lambda: ReferenceModel(model)):
         said = r"'model.norm.weight' is of type (I8|F8_E4M3), and config.json"
         with pytest.raises((ConfigError, RewardError), match=said):

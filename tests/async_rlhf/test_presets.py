@@ -97,7 +97,7 @@ def quick(result: TrainResult, run: RunDir) -> None:
     assert all(record["mismatch/kl"] > 0 and record["is/ess"] < 0.99 for record in result.metrics), "weights of both policies"
 
 
-KEPT = {"sinks": 2, "window": 12, "representatives": 4, "chunk": 6, "ends": [" "]}
+KEPT = {"policy": "chunk_sink", "sinks": 2, "window": 12, "representatives": 4, "chunk": 6, "ends": [" "]}
 RUNS: list[tuple[Callable[[TrainResult, RunDir], None], dict[str, Any]]] = [
     (decoupled, {"learner.updates_per_step": 2, "generation.top_p": 0.9}),
     (online_dpo, {"sampled_groups": 4}),
@@ -106,7 +106,7 @@ RUNS: list[tuple[Callable[[TrainResult, RunDir], None], dict[str, Any]]] = [
     (zero3, {"max_steps": 3, "learner.tensor_parallel": 2}),
     (ppo_rlhf, {"max_steps": 3, "learner.critic.warmup_steps": 1}),
     (sao, {"generation.group_size": 1, "learner.critic.warmup_steps": 1}),
-    (quick, {"queue.max_staleness": 0, "engine.kv_policy": "chunk_sink", "engine.kv": KEPT}),
+    (quick, {"queue.max_staleness": 0, "engine.kv": KEPT}),
 ]
 
 

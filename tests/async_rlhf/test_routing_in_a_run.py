@@ -17,7 +17,6 @@ from async_rlhf.run.checks.model import check_routing
 from async_rlhf.run.checks.preflight import preflight
 from async_rlhf.run.loading import load
 from async_rlhf.run.processes.agreement import schema
-from async_rlhf.run.processes.evaluation import evaluating_engine
 from tests.actors.vllm_model import SHIPPED
 from tests.conftest import QUICK
 
@@ -38,17 +37,26 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("engine.kind", "vllm", '= "vllm": vLLM returns experts by its second model runner.*Set engine.kind = "torch", or'),
-        ("engine.kv_policy", "window", '= "window": experts stand beside keys.*Set engine.kv_policy = "full", or'),
         ("learner.compile", True, "= true: .* Set learner.compile = false, or engine.replay_routing = false"),
         ("learner.sequence_parallel", 2, "= 2: .* Set learner.sequence_parallel = 1, or"),
         ("learner.tensor_parallel", 2, "= 2: .* Set learner.tensor_parallel = 1, or"),
     ],
 )
 def test_what_cannot_replay_is_refused_by_name(moe: Path, key: str, value: Any, message: str) -> None:
-    more = {"engine.kv.window": 16} if key == "engine.kv_policy" else {}
     with pytest.raises(ConfigError, match=rf"engine\.replay_routing = true with {key} {message}"):
-        load(QUICK, {"model": str(moe), key: value, **more, **REPLAYED})
+        load(QUICK, {"model": str(moe), key: value, **REPLAYED})
+
+
+def test_an_engine_that_cannot_record_experts_has_no_such_key_and_a_part_of_a_cache_has_not_all(moe: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"'engine\.replay_routing' = True: engine\.kind = 'vllm' has .* it is one of 'torch'"
+    ):
+        load(QUICK, {"model": str(moe), "engine.kind": "vllm", **REPLAYED})
+    kept = {"engine.kv": {"policy": "window", "window": 16}}
+    with pytest.raises(
+        ConfigError, match=r"true with engine\.kv\.policy = 'window': experts .*Set engine\.kv\.policy = 'full', or"
+    ):
+        load(QUICK, {"model": str(moe), **kept, **REPLAYED})
 
 
 def test_a_model_with_experts_is_not_batch_invariant(moe: Path) -> None:
@@ -63,14 +71,14 @@ def test_a_model_without_experts_is_refused_and_a_group_that_is_too_large(moe: P
     config = load(QUICK, {"model": str(moe), **REPLAYED, "generation.max_completion_length": 1 << 21})
     with pytest.raises(ConfigError, match=r"at 8 bytes a token a group of 8 can have more than 64 MiB.*highest: 1048564"):
         list(check_routing(config))
-    assert evaluating_engine(load(QUICK, {"model": str(moe), **REPLAYED})).replay_routing is False
+    assert config.engine.records_routing and not config.served_engine.plain.records_routing
 
 
 def test_without_it_check_says_what_it_costs(moe: Path, small: Any) -> None:
     (remark,) = (each for each in preflight(small(model=str(moe))).remarks if "experts" in each)
     assert (
-        "2 of 4 experts in each of 4 layers, which engine and learner choose apart" in remark
-        and "true takes 8 bytes a token in the journal" in remark
+        "2 of 4 experts in each of 4 layers are not recorded: engine and learner choose apart" in remark
+        and "engine.replay_routing = true (engine.kind = 'torch') takes 8 bytes a token in the journal" in remark
     )
     assert not any("experts" in each for each in preflight(small(model=str(moe), **REPLAYED)).remarks)
     assert schema(small(model=str(moe))).routing is not None and schema(small()).routing is None

@@ -199,10 +199,10 @@ def test_vllm_gets_the_share_of_a_device_that_it_has_beside_the_learner(small: A
     shares = {"engine.kind": "vllm", "placement.colocate": True, "placement.actor_share": 0.4}
     box = (Host(devices=1, device_memory=80 * GIB, cpus=8),)
     config = small(**{**CUDA, **shares})
-    assert config.served_engine.vllm.arguments == {"gpu_memory_utilization": 0.4}
+    assert config.served_engine.model_dump()["arguments"] == {"gpu_memory_utilization": 0.4}
     (line,) = [line for line in check_memory(config, box, placement_of(config, box)) if "device 0" in line]
     assert "actor 32.0 GiB" in line and "learner" in line
-    config = small(**{**CUDA, **shares, "engine.vllm.arguments": {"gpu_memory_utilization": 0.6}})
+    config = small(**{**CUDA, **shares, "engine.arguments": {"gpu_memory_utilization": 0.6}})
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization = 0\.6 is more than placement\.actor_share = 0\.4"):
         check_memory(config, box, placement_of(config, box))
 
@@ -224,7 +224,7 @@ def test_an_engine_that_does_not_fit_is_offered_what_does(small: Any, tmp_path: 
         return str(raised.value)
 
     assert "actor-0 needs about actor 15.4 GiB" in (found := refusal(12)), found
-    assert found.endswith("nearest that fits: engine.vllm.tensor_parallel_size = 2")
+    assert found.endswith("nearest that fits: engine.tensor_parallel_size = 2")
     small_machine = (Host(devices=1, device_memory=80 * GIB, cpus=8, memory=64 * GIB),)
     with pytest.raises(
         ConfigError, match=r"weights, gradients and optimizers on this machine need 119\.2 GiB, it has 64\.0 GiB"

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import Categorical
 
-from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Request, RolloutKey, completed
 from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
 from async_rlhf.buffers.errors import RecordError
 from async_rlhf.buffers.record import Group, Rollout, SamplingMask
 from async_rlhf.buffers.sampling import Sampling
@@ -235,7 +235,7 @@ def test_a_truncated_sample_without_its_support_is_refused_by_a_loss_of_ratios_a
 
 @pytest.mark.parametrize("cut_off", [{"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.05}])
 def test_what_the_engine_has_just_sampled_has_ratio_one(cut_off: dict[str, float]) -> None:
-    engine = load_engine(str(TINY_SPELLER), EngineConfig(slots=8), version=0)
+    engine = load_engine(str(TINY_SPELLER), TorchEngineConfig(slots=8), version=0)
     prompt = tuple(range(4, 12))
     requests = [Request(RolloutKey(0, 0, m), prompt, 12, Sampling(temperature=4.0, **cut_off), seed=m) for m in range(8)]  # type: ignore[arg-type]
     done = completed(engine, requests).values()

@@ -13,8 +13,8 @@ from making import ADVANTAGES, GROUPS, make_model, make_updates, save
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
 from async_rlhf.buffers.attention import FAMILIES
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.experiments.doctor import families
@@ -83,7 +83,7 @@ def test_adapters_alone_make_the_merged_weights(tmp_path: Path, name: str, targe
     for layer in adapted:
         product = factors[f"{layer}.lora_B"] @ factors[f"{layer}.lora_A"]
         np.testing.assert_allclose(base[layer] + product, whole[layer], rtol=0, atol=1e-6)
-    engine, canary = load_engine(str(tmp_path), EngineConfig(slots=2)), alone.canary()
+    engine, canary = load_engine(str(tmp_path), TorchEngineConfig(slots=2)), alone.canary()
     engine.load_weights(1, alone.tensors())
     np.testing.assert_allclose(engine.probe(canary.ids), canary.logprobs, rtol=0, atol=1e-4)
 

@@ -206,7 +206,7 @@ def test_check_holds_it_to_the_rules_of_shipped_ones(mine: str) -> None:
         (
             {"kind": "scaled", "scael": 2.0},
             "centred",
-            r"key 'loss.scael' = 2.0: loss.kind = .* has the parameters limits, scale; "
+            r"key 'loss.scael' = 2.0: loss.kind = .* has the keys limits, scale; "
             "did you mean 'loss.scale'",
         ),
         ({"kind": "scaled", "scale": -1.0}, "centred", "loss.scale = -1.0: Input should be greater than 0"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from async_rlhf.learner.config import KindSection
+from async_rlhf.learner.config import FunctionSection
 from async_rlhf.learner.registry import declared, loss_spec, shipped
 from async_rlhf.run.config import Config
 from async_rlhf.run.tables import flat
@@ -25,8 +25,6 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
     learner = config.learner
     parts = {
         "environment": (bool(config.environment.all), "environments (environment.function)"),
-        "engine.kv": (config.engine.kv_budget is not None, "engine.kv_policy = 'window' and 'chunk_sink'"),
-        "engine.vllm": (config.engine.kind == "vllm", "engine.kind = 'vllm'"),
         "learner.zero_stage": (learner.backend == "deepspeed", "learner.backend = 'deepspeed'"),
         "learner.lora": (learner.lora.rank > 0, "adapters (learner.lora.rank)"),
         "learner.critic": (learner.critic.kind != "none", "a critic (learner.critic.kind)"),
@@ -34,6 +32,7 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
         "advantage.max_refills": (config.advantage.constant_groups == "refill", "advantage.constant_groups = 'refill'"),
     }
     yield from ((setting, about) for setting, (is_used, about) in parts.items() if not is_used)
+    yield from config.engine.unused()
     yield from _unused_in_loss(config)
     yield from _unused_in_advantages(config)
 
@@ -58,7 +57,7 @@ def _unused_in_advantages(config: Config) -> Iterator[tuple[str, str]]:
         yield "advantage.normalise", "advantages from a critic"
 
 
-def _of_others(section: KindSection) -> Iterator[tuple[str, str]]:
+def _of_others(section: FunctionSection) -> Iterator[tuple[str, str]]:
     """Settings of a section that functions of other kinds take."""
     takers: dict[str, list[str]] = {}
     for kind in shipped(section.decorator):

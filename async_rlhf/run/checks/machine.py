@@ -42,8 +42,8 @@ def check_packages(config: Config) -> None:
         check_installed("deepspeed", "learner.backend", learner.backend, "deepspeed", "'torch'")
     if learner.lora.rank:
         check_installed("peft", "learner.lora.rank", learner.lora.rank, "lora", "0")
-    if config.engine.kind == "vllm":
-        check_installed("vllm", "engine.kind", "vllm", "vllm", "'torch'")
+    for package in config.engine.needs:
+        check_installed(package, "engine.kind", config.engine.kind, config.engine.kind, "'torch'")
     if Path(config.model).suffix == ".gguf":
         for package in ("gguf", "accelerate"):
             check_installed(package, "model", config.model, "gguf", "a Hugging Face directory")
@@ -60,7 +60,7 @@ def check_devices(config: Config) -> None:
     if is_here and config.scoring.reference_is_stage:
         asked.append(("scoring.reference.device", config.scoring.reference.device))
     if asked := [each for each in asked if each[1] != "cpu"]:
-        from async_rlhf.actors.torch_engine.devices import check_device
+        from async_rlhf.actors.served_model.devices import check_device
 
         for setting, device in asked:
             check_device(setting, device)

@@ -15,87 +15,39 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.actors.config import REFERENCE, EngineConfig, GenerationConfig
+from async_rlhf.actors.config import REFERENCE, GenerationConfig
+from async_rlhf.actors.engine_config import Demand
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.model_directory import tensor_shapes
+from async_rlhf.buffers.files import written
+from async_rlhf.buffers.model_directory import TYPE_BYTES, ModelShape, parameters, shape_of
 from async_rlhf.launch.placement import Host, Inventory, Placement
 from async_rlhf.learner.config import FLOAT32_BYTES, LOGITS_MIB, LearnerConfig, chunk_tokens, room_beside, token_cost
 from async_rlhf.run.config import Config
 from async_rlhf.run.hosts.placement import model_devices
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MIB = 1 << 20
 # A CUDA process before its first tensor: the driver's context, and kernels that are loaded.
 CONTEXT = 512 * _MIB
 # A process of an environment and its guard before the environment's own imports: what they share with no other process.
 EPISODES = 27 * _MIB
-# What vLLM takes of a GPU when nothing is set (0.32).
-VLLM_SHARE = 0.92
 # Elements that DeepSpeed reduces at once, twice (`learner.step.deepspeed_machine`).
 _REDUCED = 2 * 50_000_000
 _LASTING = ("weights", "gradients", "optimizer")
 _ENGINES = ("actor", "evaluation")
-_CACHES = ("keys and values", "held between turns")
-_OF_ENGINE = ("weights", *_CACHES, "activations")
 
 Parts = Mapping[str, int]
 """Bytes by what they hold."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What of a model decides its memory. parameters: of all files. mlp: of a mixture, the experts of one token together."""
-
-    parameters: int
-    layers: int
-    width: int
-    mlp: int
-    heads: int
-    key_heads: int
-    vocabulary: int
-    tied: bool
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any], parameters: int) -> Shape:
-        """config: a model's config.json. Raises KeyError where it leaves out what its family decides."""
-        text = {**config, **config.get("text_config", {})}
-        width = int(text.get("hidden_size") or text["n_embd"])
-        heads = int(text.get("num_attention_heads") or text["n_head"])
-        head = int(text.get("head_dim") or width // heads)
-        experts = int(text.get("num_experts_per_tok") or 1)
-        mlp = text.get("moe_intermediate_size") or text.get("intermediate_size") or text.get("n_inner") or 4 * width
-        return cls(
-            parameters=parameters,
-            layers=int(text.get("num_hidden_layers") or text["n_layer"]),
-            width=width,
-            mlp=int(mlp) * experts,
-            heads=heads * head,
-            key_heads=int(text.get("num_key_value_heads") or heads) * head,
-            vocabulary=int(text["vocab_size"]),
-            tied=bool(text.get("tie_word_embeddings", False)),
-        )
-
-    @property
-    def output(self) -> int:
-        """Parameters of the output layer."""
-        return self.vocabulary * self.width
-
-    @property
-    def layer(self) -> int:
-        """Parameters of one layer."""
-        return (self.parameters - self.output * (1 if self.tied else 2)) // self.layers
-
-
-def learner(config: LearnerConfig, shape: Shape, generation: GenerationConfig, *, reference: int) -> Parts:
+def learner(config: LearnerConfig, shape: ModelShape, generation: GenerationConfig, *, reference: int) -> Parts:
     """Of one rank. reference: parameters of a frozen model beside the one that learns."""
     deepspeed, ranks = config.backend == "deepspeed", config.ranks // config.tensor_parallel
     learning = _adapters(config, shape) if config.lora.rank else shape.parameters
-    held = _BYTES[config.dtype] if deepspeed else 4
+    held = TYPE_BYTES[config.dtype] if deepspeed else 4
 
     def share(stage: int) -> int:
         return ranks if deepspeed and config.zero_stage >= stage else 1
@@ -113,7 +65,7 @@ def learner(config: LearnerConfig, shape: Shape, generation: GenerationConfig, *
         trunk = shape.parameters - (0 if shape.tied else shape.output)
         parts["critic"] = 16 * trunk // share(1) + shape.layers * _layer(config, shape, tokens)
     if reference:  # over all ranks, also those of a tensor-parallel group
-        parts["reference"] = _BYTES[config.reference_dtype] * reference // (config.ranks if share(3) > 1 else 1)
+        parts["reference"] = TYPE_BYTES[config.reference_dtype] * reference // (config.ranks if share(3) > 1 else 1)
     return parts
 
 
@@ -128,7 +80,7 @@ def _widest(config: LearnerConfig, generation: GenerationConfig, room: float) ->
     return max(prompt + longest, int(min(prompt + min(room, generation.group_size * longest), config.row_tokens or math.inf)))
 
 
-def _passing(config: LearnerConfig, shape: Shape, generation: GenerationConfig, tokens: int) -> int:
+def _passing(config: LearnerConfig, shape: ModelShape, generation: GenerationConfig, tokens: int) -> int:
     """What forward and backward pass hold at most, beside weights, gradients and logits."""
     half = config.dtype == "bfloat16"
     room = min(config.micro_batch_tokens, room_beside(generation.max_prompt_length, token_cost(shape.layer, shape.heads)))
@@ -140,7 +92,7 @@ def _passing(config: LearnerConfig, shape: Shape, generation: GenerationConfig, 
     # gradients of one layer's states, and beside them that of a tied output layer, which waits for the embedding's
     learns_output = not config.lora.rank
     tied = 4 * shape.output if shape.tied and learns_output else 0
-    through = 3 * _BYTES[config.dtype] * tokens * shape.mlp + tied
+    through = 3 * TYPE_BYTES[config.dtype] * tokens * shape.mlp + tied
     output = (4 * shape.output if learns_output else 0) + 2 * copied * shape.output
     if config.gradient_checkpointing:
         kept = masks + shape.layers * inputs
@@ -150,7 +102,7 @@ def _passing(config: LearnerConfig, shape: Shape, generation: GenerationConfig, 
     return max(kept + output, kept + through, 3 * tied)  # at its end two gradients of one embedding, and their sum
 
 
-def _layer(config: LearnerConfig, shape: Shape, tokens: int) -> int:
+def _layer(config: LearnerConfig, shape: ModelShape, tokens: int) -> int:
     """What the backward pass finds again of one layer: two norms, attention with keys repeated to all heads, a gated MLP with
     three products. Residuals and norms are float32, what products take has the type they are computed in."""
     d, h, k, i = shape.width, shape.heads, shape.key_heads, shape.mlp
@@ -159,32 +111,10 @@ def _layer(config: LearnerConfig, shape: Shape, tokens: int) -> int:
     return tokens * (24 * d + 24 * h + 8 * k + 16 * i)
 
 
-def _adapters(config: LearnerConfig, shape: Shape) -> int:
+def _adapters(config: LearnerConfig, shape: ModelShape) -> int:
     """Parameters of adapters on every linear layer."""
     d, h, k, i = shape.width, shape.heads, shape.key_heads, shape.mlp
     return config.lora.rank * shape.layers * (7 * d + 2 * h + 2 * k + 3 * i)
-
-
-def engine(config: EngineConfig, shape: Shape, generation: GenerationConfig, most: int | None, *, holds: bool) -> Parts:
-    """Of one engine, on each of its devices. most: bytes it may take, for vLLM on CUDA, which takes all. holds: with several
-    turns a completion, between which the torch engine holds keys and values of as many tokens as its rows have room for."""
-    size, spread = _BYTES[config.dtype], config.vllm.tensor_parallel_size if config.kind == "vllm" else 1
-    weights = size * shape.parameters // spread
-    token = 2 * shape.layers * shape.key_heads * size // spread
-    longest = -(-(generation.max_prompt_length + generation.longest_completion) // 16) * 16
-    if config.kind == "vllm" and config.kv_bytes is None:
-        room = 1 << 30 if config.device == "cpu" else (most or 0) - weights - CONTEXT
-        return {"weights": weights, "keys and values": max(token * longest, room)}
-    working = size * config.prefill_tokens * (8 * shape.width + 3 * shape.mlp) + 3 * 4 * config.slots * shape.vocabulary
-    columns = longest if config.kv_budget is None else config.kv_budget + 1
-    limit = config.slots * columns * token if config.kv_bytes is None else config.kv_bytes
-    held = {"held between turns": limit} if holds and config.kind == "torch" else {}
-    return {"weights": weights, "keys and values": limit, **held, "activations": working}
-
-
-def written(size: int) -> str:
-    """Bytes for a person."""
-    return f"{size / (1 << 30):.1f} GiB" if size >= 100 * _MIB else f"{size / _MIB:.0f} MiB"
 
 
 @dataclass(frozen=True)
@@ -208,12 +138,12 @@ class DeviceLoad:
         return f"{self.role} {written(self.total)} ({parts})"
 
 
-def check_memory(config: Config, inventory: Inventory, placement: Placement, shape: Shape | None = None) -> list[str]:
+def check_memory(config: Config, inventory: Inventory, placement: Placement, shape: ModelShape | None = None) -> list[str]:
     """What each device holds, estimated; those that hold the same share a line. Raises ConfigError for what cannot fit.
 
     shape: of a model whose files are not here.
     """
-    shape = shape or _shape(Path(config.model))
+    shape = shape or shape_of(Path(config.model))
     if shape is None:
         return ["memory: not estimated, for the model's files do not say how large it is"]
     found: dict[tuple[Any, ...], list[str]] = {}
@@ -242,7 +172,9 @@ def _line(host: Host, device: int | None, size: int | None, held: Sequence[Devic
     return f"memory of {where}: about {written(total)}{known}, beside the libraries: {', '.join(each)}"
 
 
-def _loads(config: Config, shape: Shape, placement: Placement, host: Host, name: str) -> dict[int | None, list[DeviceLoad]]:
+def _loads(
+    config: Config, shape: ModelShape, placement: Placement, host: Host, name: str
+) -> dict[int | None, list[DeviceLoad]]:
     """By device of one host; under None what its own memory holds."""
     found: dict[int | None, list[DeviceLoad]] = {}
     is_rare = placement.evaluation_waits or not config.evaluation.every  # evaluations are not beside most of the training
@@ -262,13 +194,15 @@ def _loads(config: Config, shape: Shape, placement: Placement, host: Host, name:
     return found
 
 
-def _parts(config: Config, shape: Shape, role: str, host: Host, devices: Sequence[int]) -> Iterator[tuple[Parts, int | None]]:
+def _parts(
+    config: Config, shape: ModelShape, role: str, host: Host, devices: Sequence[int]
+) -> Iterator[tuple[Parts, int | None]]:
     """What a process of this role, which has these devices, holds on each; on None in its host's memory."""
     if role == "learner":
         parts = learner(config.learner, shape, config.generation, reference=_held(config))
         yield from ((parts, device) for device in (devices if config.learner.device != "cpu" else (None,)))
     if role in _ENGINES:
-        parts = _engine(config, config.served_engine, shape, _engine_limit(config, host))
+        parts = _engine(config, shape, host)
         yield from ((parts, device) for device in (devices if config.engine.device != "cpu" else (None,)))
     for name, device in model_devices(config) if role in (*_ENGINES, "scorer") else ():
         judges = name != REFERENCE if role == "evaluation" else config.scoring.in_process(name) == (role == "scorer")
@@ -280,8 +214,14 @@ def _held(config: Config) -> int:
     return parameters(Path(config.held_reference)) if config.held_reference else 0
 
 
-def _engine(config: Config, served: EngineConfig, shape: Shape, most: int | None) -> Parts:
-    return engine(served, shape, config.generation, most, holds=bool(config.environment.all))
+def _engine(config: Config, shape: ModelShape, host: Host) -> Parts:
+    limit = _engine_limit(config, host)
+    return config.served_engine.memory(_demand(config, shape), None if limit is None else limit - CONTEXT)
+
+
+def _demand(config: Config, shape: ModelShape) -> Demand:
+    longest = config.generation.max_prompt_length + config.generation.longest_completion
+    return Demand(shape, -(-longest // 16) * 16, holds=bool(config.environment.all))
 
 
 def _judge(config: Config, name: str) -> Parts:
@@ -293,7 +233,7 @@ def _judge(config: Config, name: str) -> Parts:
         paths = [*(config.scoring.reference.directories if config.scoring.reference.teachers else (config.model,))]
     size = sum(parameters(Path(path)) for path in paths if isinstance(path, str))
     cache = int(options.get("cache_bytes", 1 << 30)) if streams is not None and streams.stream_tokens else 0
-    parts = {"weights": _BYTES[str(options.get("dtype", "float32"))] * size, "keys and values": cache}
+    parts = {"weights": TYPE_BYTES[str(options.get("dtype", "float32"))] * size, "keys and values": cache}
     return {f"{name} {part}": bytes_ for part, bytes_ in parts.items() if bytes_}
 
 
@@ -301,30 +241,22 @@ def _engine_limit(config: Config, host: Host) -> int | None:
     """Bytes of a device that an engine may take; None where nothing is known."""
     if host.device_memory is None:
         return None
-    own, share = config.engine, config.placement.actor_share if config.placement.colocates else 1.0
-    if own.kind == "vllm" and own.kv_bytes is None:
-        given = float(own.vllm.arguments.get("gpu_memory_utilization", share if config.placement.colocates else VLLM_SHARE))
-        if given > share:
-            raise ConfigError(
-                f"engine.vllm.arguments.gpu_memory_utilization = {given:g} is more than placement.actor_share = {share:g}; "
-                "leave it out, and it is that"
-            )
-        share = given
-    return int(share * host.device_memory)
+    share = config.placement.actor_share if config.placement.colocates else 1.0
+    return int(config.served_engine.device_share(share) * host.device_memory)
 
 
-def _check_device(config: Config, shape: Shape, host: Host, device: int, held: Sequence[DeviceLoad]) -> None:
+def _check_device(config: Config, shape: ModelShape, host: Host, device: int, held: Sequence[DeviceLoad]) -> None:
     size, where = host.device_memory, f"device {device} of {host} ({written(host.device_memory or 0)})"
     assert size is not None
     engines = [load for load in held if load.role in _ENGINES]
     others = [load for load in held if load.role not in _ENGINES]
     most = int(config.placement.actor_share * size) if config.placement.colocates else size
     for load in engines:
-        own = sum(load.parts[name] for name in _OF_ENGINE if name in load.parts)
+        own = sum(_engine(config, shape, host).values())
         if load.total > most or own > (_engine_limit(config, host) or size):
             raise ConfigError(
                 f"{load.process} needs about {load} of {where}, of which it may take {written(most)}; "
-                f"{_nearest_engine(config, shape, host, most - (load.total - own))}"
+                f"{config.served_engine.nearest(_demand(config, shape), most - (load.total - own), size)}"
             )
     left = size - sum(most if config.placement.colocates else load.total for load in engines)
     if others and sum(load.total for load in others) > left:
@@ -346,7 +278,7 @@ def _check_host(host: Host, held: Sequence[DeviceLoad]) -> None:
         )
 
 
-def _nearest_learner(config: Config, shape: Shape, left: int) -> str:
+def _nearest_learner(config: Config, shape: ModelShape, left: int) -> str:
     """The first change, from small to large, after which the learner fits."""
     own, longest = config.learner, config.generation.max_prompt_length + config.generation.longest_completion
     shorter = {"gradient_checkpointing": True, "micro_batch_tokens": min(own.micro_batch_tokens, longest)}
@@ -363,38 +295,3 @@ def _nearest_learner(config: Config, shape: Shape, left: int) -> str:
             settings = ", ".join(f"learner.{name} = {json.dumps(value)}" for name, value in change.items())
             return f"nearest that fits: {settings} ({written(sum(parts.values()))})"
     return "no number of ranks changes that: use adapters (learner.lora.rank = 16), a smaller model, or larger devices"
-
-
-def _nearest_engine(config: Config, shape: Shape, host: Host, left: int) -> str:
-    """left: bytes of a device for the engine itself."""
-    served = config.served_engine
-    if served.kind == "vllm":
-        limit = min(left, _engine_limit(config, host) or left)
-        for size in range(served.vllm.tensor_parallel_size, 9):
-            spread = served.vllm.model_copy(update={"tensor_parallel_size": size})
-            changed = served.model_copy(update={"vllm": spread})
-            if sum(_engine(config, changed, shape, limit).values()) <= limit and shape.heads % size == 0:
-                if size > served.vllm.tensor_parallel_size:
-                    return f"nearest that fits: engine.vllm.tensor_parallel_size = {size}"
-                share = math.floor(100 * left / (host.device_memory or left)) / 100
-                return f"nearest that fits: engine.vllm.arguments.gpu_memory_utilization = {share:g}"
-        return "use a smaller model, or larger devices"
-    parts = _engine(config, served, shape, left)
-    rest = sum(size for name, size in parts.items() if name not in _CACHES)
-    room = (left - rest) // sum(name in _CACHES for name in parts)
-    if room > 0:
-        return f"nearest that fits: engine.kv_bytes = {room}"
-    other = "use engine.dtype = 'bfloat16', vLLM over several devices, or a smaller model"
-    return f"without keys and values it takes {written(rest)}: {other}"
-
-
-def parameters(directory: Path) -> int:
-    """Numbers in the safetensors files of a directory; 0 where there are none."""
-    return sum(math.prod(shape) for path in directory.glob("*.safetensors") for shape in tensor_shapes(path).values())
-
-
-def _shape(directory: Path) -> Shape | None:
-    """None for a file that is converted later, and for a configuration that leaves its sizes to its family."""
-    with suppress(KeyError, NotADirectoryError, FileNotFoundError):
-        return Shape.of(json.loads((directory / "config.json").read_text()), parameters(directory))
-    return None

@@ -159,10 +159,10 @@ def check_routing(config: Config) -> Iterator[str]:
     if routing is None:
         if described.get("num_experts_per_tok"):
             yield f"model type {kind!r} has experts, which are not recorded: {differ}."
-    elif not config.engine.replay_routing:
+    elif not config.engine.records_routing:
         yield (
-            f"engine.replay_routing = false: {routing.choices} of {routing.experts} experts in each of {routing.layers} "
-            f"layers, which {differ}. true takes {position_bytes} bytes a token in the journal."
+            f"{routing.choices} of {routing.experts} experts in each of {routing.layers} layers are not recorded: {differ}. "
+            f"engine.replay_routing = true (engine.kind = 'torch') takes {position_bytes} bytes a token in the journal."
         )
     else:
         most = (MAX_FRAME_BYTES // position_bytes - generation.max_prompt_length) // generation.group_size
@@ -293,7 +293,6 @@ def deep_check(config: Config) -> Iterator[str]:
     # Torch takes seconds to import, and nothing else of `check` needs it.
     from transformers.utils import logging
 
-    from async_rlhf.actors.torch_engine.loading import load_engine
     from async_rlhf.learner.model.files import load_model
     from async_rlhf.learner.model.policy import Policy, check_policy
     from async_rlhf.learner.objective.estimation import check_estimator
@@ -312,10 +311,5 @@ def deep_check(config: Config) -> Iterator[str]:
     rows = "completions of a prompt share its computation" if policy.packs else "each completion has a row of its own"
     yield f"learner: log-probabilities are those of plain passes ({rows}; {time.monotonic() - began:.1f} s)."
     del policy
-    if config.engine.kind != "torch":
-        yield f"engine: {config.engine.kind} is held to the learner while the run goes on (engine.mismatch_limit)."
-        return
     began = time.monotonic()
-    engine = load_engine(config.model, config.served_engine)
-    bits = ", the same bits alone and in a batch" if engine.is_batch_invariant else ""
-    yield f"engine: sampled log-probabilities are those of plain passes{bits} ({time.monotonic() - began:.1f} s)."
+    yield f"engine: {config.served_engine.compared(config.model)} ({time.monotonic() - began:.1f} s)."

@@ -68,13 +68,10 @@ def nodes_of(config: Config, placement: Placement, run: RunDir, sockets: Path) -
 def wanted(config: Config) -> WantedNodes:
     """The nodes that this configuration needs, without looking at any host. Raises ConfigError for a device chosen twice."""
     engine, learner, placement = config.engine, config.learner, config.placement
-    spread = 1
-    if engine.kind == "vllm":
-        spread = engine.vllm.tensor_parallel_size * int(engine.vllm.arguments.get("pipeline_parallel_size", 1))
     models = dict(model_devices(config))
     beside = [_devices(f"device of {name!r}", models[name]) for name in models if not config.scoring.in_process(name)]
     in_process = [_devices(f"device of {name!r}", models[name]) for name in models if config.scoring.in_process(name)]
-    of_engine = _devices("engine.device", engine.device, spread)
+    of_engine = _devices("engine.device", engine.device, engine.num_devices)
     return WantedNodes(
         ranks=learner.ranks,
         rank_devices=_devices("learner.device", learner.device),
@@ -101,7 +98,7 @@ def with_threads(config: Config, threads: int | None) -> Config:
     if threads is None:
         return config
     engine, learner, scoring = config.engine, config.learner.model_copy(update={"threads": threads}), config.scoring
-    if config.served_engine.batch_invariant is False:
+    if config.served_engine.bits_obstacle:
         engine = engine.model_copy(update={"threads": threads})
     if scoring.reference_is_stage:
         reference = scoring.reference.model_copy(update={"threads": threads})

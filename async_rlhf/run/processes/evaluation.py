@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.data.config import HELD_OUT_SEED
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.prompts import Row, Template
@@ -61,7 +60,7 @@ def run_evaluation(
     tokenizer = from_pretrained(AutoTokenizer, Path(model))
     asked = config.evaluation
     scoring = ScoringPool[RolloutKey](reward_specs(config), config.scoring, by_source=config.rewards.by_source)
-    engine = load_engine(model, evaluating_engine(config), version=int(step))
+    engine = load_engine(model, config.served_engine.plain, version=int(step))
     try:
         with environments_of(config, tokenizer) as environments:
             sampling = config.generation.sampling
@@ -106,11 +105,6 @@ def environments_of(
                 max_length=config.generation.longest_completion,
             )
         yield Environments(environments.pop("", None), environments)
-
-
-def evaluating_engine(config: Config) -> EngineConfig:
-    """The run's, with all keys and values, as other programs have them."""
-    return config.served_engine.model_copy(update={"kv_policy": "full", "replay_routing": False})
 
 
 def evaluated_rows(run: RunDir, config: Config) -> tuple[list[Row], Template]:

@@ -23,6 +23,7 @@ from setproctitle import setproctitle
 
 from async_rlhf.buffers.config import REQUEST_TIMEOUT_S, WeightsConfig
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
+from async_rlhf.buffers.files import written
 from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.buffers.transport.keys import load_hub
 from async_rlhf.buffers.transport.link import connector
@@ -32,7 +33,6 @@ from async_rlhf.launch.exit_codes import end_with, exit_code
 from async_rlhf.launch.machine import assigned_threads
 from async_rlhf.launch.program import title
 from async_rlhf.launch.tether import Tether
-from async_rlhf.run.checks.memory import written
 from async_rlhf.run.checks.model import longest_prompt
 from async_rlhf.run.config import Config
 from async_rlhf.run.hosts.placement import with_threads

@@ -20,8 +20,8 @@ import shutil
 from collections.abc import Callable
 
 from async_rlhf.buffers.errors import DamagedError
+from async_rlhf.buffers.files import written
 from async_rlhf.buffers.lines import earlier
-from async_rlhf.run.checks.memory import written
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.supervision.child import Every
 

@@ -16,6 +16,7 @@ from itertools import product
 from typing import Any
 
 from async_rlhf.actors.config import GenerationConfig
+from async_rlhf.buffers.model_directory import ModelShape
 from async_rlhf.experiments.planning.model.model_costs import ModelCosts
 from async_rlhf.experiments.planning.model.stages import (
     Efficiency,
@@ -250,10 +251,10 @@ class Roles:
         )
 
     @property
-    def shape(self) -> memory.Shape:
+    def shape(self) -> ModelShape:
         """The policy's sizes, as `check` has them."""
         model = self.policy
-        return memory.Shape(
+        return ModelShape(
             parameters=model.parameters,
             layers=model.layers,
             width=model.hidden,

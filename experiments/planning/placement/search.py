@@ -138,7 +138,7 @@ def settings_of(plan: Plan, roles: Roles) -> dict[str, dict[str, Any]]:
             "device": "cuda",
             "dtype": "bfloat16",
             "slots": engines.slots,
-            "vllm": {"tensor_parallel_size": engines.layout.tensor},
+            "tensor_parallel_size": engines.layout.tensor,
         },
         "actors": {"count": engines.layout.data, "queued_groups": roles.queued_groups(engines, bound)},
         "queue": {"max_staleness": bound},

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.pool import EpisodePool
@@ -22,6 +21,7 @@ from async_rlhf.actors.loop.episodes import Episodes
 from async_rlhf.actors.loop.rollouts import FinishedRollout
 from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
 from async_rlhf.buffers.sampling import Sampling
 from tests.actors.agents.by_hand import reply
 from tests.actors.environments.played import Bench
@@ -175,7 +175,7 @@ def test_the_built_in_engine_decodes_several_calls_of_one_episode_together(tmp_p
     made = tokenizer(CHATML)
     (tmp_path / "parallel_agents.py").write_text(AGENTS)
     model = own_model("llama", 0, vocab_size=len(made), max_position_embeddings=1000)
-    engine = load_engine(str(save_model(model, tmp_path / "model")), EngineConfig(slots=8), version=0)
+    engine = load_engine(str(save_model(model, tmp_path / "model")), TorchEngineConfig(slots=8), version=0)
     config = EnvironmentConfig(function=f"{tmp_path / 'parallel_agents.py'}:plain")
     spec = config.spec(tmp_path)
     pool = EpisodePool[RolloutKey](spec, config)

@@ -17,10 +17,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from async_rlhf.actors.config import EngineConfig
 from async_rlhf.actors.engine import Completion, Engine, OnUpdate
 from async_rlhf.actors.torch_engine import engine as torch_engine
 from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
 from async_rlhf.buffers.tensors import RawTensor
 from tests.actors.vllm_model import make_model, raw_weights, save_model
 from tests.simulation.actor_role import FakeEngine
@@ -65,11 +65,11 @@ def torch_directory(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model(make_model(0), tmp_path_factory.mktemp("conformance") / "model"))
 
 
-def scarce() -> EngineConfig:
+def scarce() -> TorchEngineConfig:
     """Room for two and a half sequences of 120 tokens, where six slots are."""
     config: Any = make_model(0).config
     place = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return EngineConfig(slots=6, prefill_tokens=12, kv_bytes=300 * place)
+    return TorchEngineConfig(slots=6, prefill_tokens=12, kv_bytes=300 * place)
 
 
 # The weights of `make_model` are large: a wrong mask, row or version changes log-probabilities by several nats.
@@ -110,15 +110,15 @@ def made(request: pytest.FixtureRequest, torch_directory: str, monkeypatch: pyte
         monkeypatch.setattr(torch_engine, "can_serve", lambda model: False)
     torch.set_num_threads(1)
     if request.param == "torch-bfloat16":
-        half = EngineConfig(slots=32, dtype="bfloat16")
+        half = TorchEngineConfig(slots=32, dtype="bfloat16")
         start, weights = partial(start_torch, torch_directory, half), partial(raw_weights, dtype="bfloat16")
         yield Subject(request.param, start, begin_torch, BFLOAT16_TOLERANCE, weights)
         return
-    config = scarce() if request.param == "torch-scarce" else EngineConfig(slots=32)
+    config = scarce() if request.param == "torch-scarce" else TorchEngineConfig(slots=32)
     yield Subject(request.param, partial(start_torch, torch_directory, config), begin_torch)
 
 
-def start_torch(directory: str, config: EngineConfig, on_update: OnUpdate) -> Engine:
+def start_torch(directory: str, config: TorchEngineConfig, on_update: OnUpdate) -> Engine:
     return load_engine(directory, config, on_update=on_update, version=0)
 
 
