@@ -150,7 +150,7 @@ def check_size(frames: Frames, *, max_frame_bytes: int) -> None:
         )
 
 
-_CODEC_PROTOCOL = 2
+CODEC_PROTOCOL = 2
 _SURROGATES = "surrogatepass"  # text may hold halves of surrogate pairs, as JSON lines of a data set may
 
 
@@ -171,7 +171,7 @@ class Codec(Generic[M]):
         """Raises WireError for a message that is too large, and for a column that cannot travel."""
         fields = {"type": message.type, **dict(message)}
         try:
-            packed: bytes = msgpack.packb([_CODEC_PROTOCOL, fields], default=self._plain, unicode_errors=_SURROGATES)
+            packed: bytes = msgpack.packb([CODEC_PROTOCOL, fields], default=self._plain, unicode_errors=_SURROGATES)
         except (TypeError, ValueError, OverflowError) as error:
             raise WireError(f"the columns of {self._about} cannot travel ({error})") from error
         if len(packed) > self.max_bytes:
@@ -184,11 +184,11 @@ class Codec(Generic[M]):
             protocol, fields = msgpack.unpackb(
                 data, max_ext_len=0, strict_map_key=self._has_plain_keys, unicode_errors=_SURROGATES
             )
-            if protocol != _CODEC_PROTOCOL:
+            if protocol != CODEC_PROTOCOL:
                 raise ValueError(f"protocol {str(protocol)[:40]}")
             return _of_fields(self._kinds, fields)
         except (WireError, ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
-            what = f"what is no message of protocol {_CODEC_PROTOCOL} of {self._about}"
+            what = f"what is no message of protocol {CODEC_PROTOCOL} of {self._about}"
             raise WireError(f"{what}: {error}") from error
 
     def _plain(self, value: Any) -> Any:

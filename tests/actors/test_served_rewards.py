@@ -35,6 +35,7 @@ from async_rlhf.actors.workers.messages import (
     to_fields,
 )
 from async_rlhf.buffers.errors import ConfigError, WireError
+from async_rlhf.buffers.protocol.message import CODEC_PROTOCOL
 from async_rlhf.buffers.record import Score
 from async_rlhf.buffers.transport import keys
 from async_rlhf.buffers.transport.link import new_pair
@@ -282,7 +283,7 @@ def test_what_cannot_be_read_is_counted_and_refused_by_its_number_and_the_server
         refused = {
             5: (STAGES.pack(step.model_copy(update={"stage": "other"})), "there is no stage 'other'"),
             6: (SERVED.pack(SessionStep(id=6)), "has no members"),
-            8: (SERVED.pack(step)[:-1], "what is no message of protocol 1"),
+            8: (SERVED.pack(step)[:-1], f"what is no message of protocol {CODEC_PROTOCOL}"),
             9: (SERVED.pack(SessionStep(id=9, turn=1, text="")), None),
         }
         for number, (data, reason) in refused.items():
@@ -326,14 +327,14 @@ def test_an_answer_is_kept_until_a_beat_names_its_session_no_longer_and_a_step_i
         b"",
         b"\x93\x01\x02",
         STAGES.pack(Describe())[:-3],
-        b"\x92\x01\x81\xa4type\xa3who",
+        msgpack.packb([CODEC_PROTOCOL, {"type": "who"}]),
         b"\x92\x07\x80",
-        b"\x92\x02" + STAGES.pack(Describe())[2:],
+        msgpack.packb([CODEC_PROTOCOL - 1, {"type": "describe"}]),
         STAGES.pack(SessionStep(id=1, members=[{"column": {3: 4}}])),
     ],
 )
 def test_what_is_no_message_is_one_error(data: bytes) -> None:
-    with pytest.raises(WireError, match="what is no message of protocol 1"):
+    with pytest.raises(WireError, match=f"what is no message of protocol {CODEC_PROTOCOL}"):
         SERVED.unpack(data)
 
 
@@ -345,8 +346,8 @@ def test_what_is_no_message_is_one_error(data: bytes) -> None:
     ],
 )
 def test_the_type_or_field_that_makes_it_no_message_is_named(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(WireError, match=f"protocol 1 of a session: {said}"):
-        SERVED.unpack(msgpack.packb([1, fields]))
+    with pytest.raises(WireError, match=f"protocol {CODEC_PROTOCOL} of a session: {said}"):
+        SERVED.unpack(msgpack.packb([CODEC_PROTOCOL, fields]))
 
 
 def test_messages_arrive_as_they_were_sent() -> None:

@@ -17,6 +17,7 @@ import xxhash
 
 from async_rlhf.buffers.errors import ConfigError, WireError
 from async_rlhf.buffers.files import content_digest
+from async_rlhf.buffers.protocol.message import CODEC_PROTOCOL
 from async_rlhf.launch import orders
 from async_rlhf.launch.agent import Agent, serve
 from async_rlhf.launch.connection import Connections, NodeFiles
@@ -224,10 +225,13 @@ def test_an_agent_takes_orders_while_a_start_waits_for_the_fork_server(tmp_path:
         (b"\0\0\0\1\xc1", "what is no message"),
         (b"\0\0\0\1\x05", "what is no message"),
         ((99, {"type": "alive"}), "protocol 99"),
-        ((1, {"type": "erase"}), "'erase'"),
-        ((1, {"type": "want", "places": {"../../etc/passwd": ""}}), "pattern"),
-        ((1, {"type": "open_agent", "directory": "/tmp", "lost_after_s": 1.0}), "in the wrong place"),
-        ((1, {"type": "content_piece", "digest": "0" * 32, "data": b"other", "last": True}), "instead of " + "0" * 32),
+        ((CODEC_PROTOCOL, {"type": "erase"}), "'erase'"),
+        ((CODEC_PROTOCOL, {"type": "want", "places": {"../../etc/passwd": ""}}), "pattern"),
+        ((CODEC_PROTOCOL, {"type": "open_agent", "directory": "/tmp", "lost_after_s": 1.0}), "in the wrong place"),
+        (
+            (CODEC_PROTOCOL, {"type": "content_piece", "digest": "0" * 32, "data": b"other", "last": True}),
+            "instead of " + "0" * 32,
+        ),
     ],
 )
 def test_what_is_no_order_ends_the_agent_with_the_reason(data: bytes | tuple[int, Any], message: str, tmp_path: Path) -> None:
@@ -255,7 +259,7 @@ def test_no_order_names_a_file_outside_the_agent_s_directory(name: str) -> None:
     for field in ("files", "inline", "returns", "name"):
         values = {"files": {name: "0" * 32}, "inline": {name: b""}, "returns": [name], "name": name}
         with pytest.raises(WireError, match=rf"field 'start\.{field}"):
-            ORDERS.unpack(msgpack.packb([1, {"type": good.type, **good.model_dump(), field: values[field]}]))
+            ORDERS.unpack(msgpack.packb([CODEC_PROTOCOL, {"type": good.type, **good.model_dump(), field: values[field]}]))
 
 
 def test_a_file_whose_name_cannot_be_sent_ends_its_node_and_not_the_host(tmp_path: Path) -> None:
