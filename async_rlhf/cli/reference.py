@@ -6,7 +6,7 @@ python -m async_rlhf.cli.reference > docs/configuration.md
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -71,8 +71,7 @@ def _section(name: str, section: type[BaseModel]) -> Iterator[str]:
     yield f"## [{name}]\n" if name else "## At the top\n"
     yield f"{_one_line(section.__doc__)} {_PAGES[name]}; `{section.__module__}.{section.__name__}`\n"
     yield "| key=default, type, limits | meaning |\n| --- | --- |"
-    shown = (setting for setting in settings(section) if name or "." not in setting.key)
-    yield "\n".join(_row(setting, f"{name}." if name else "") for setting in shown)
+    yield from _rows([setting for setting in settings(section) if name or "." not in setting.key], f"{name}." if name else "")
     yield ""
     if issubclass(section, KindSection):
         yield from _kinds(name, section)
@@ -91,6 +90,20 @@ def _kinds(name: str, section: type[KindSection]) -> Iterator[str]:
         yield f"| `{name}.kind` | keys of its own |\n| --- | --- |"
         yield from (f"| `{kind}` | {'; '.join(_key(each, f'{name}.') for each in keys)} |" for kind, keys in rest.items())
         yield ""
+
+
+def _rows(section: Sequence[Setting], prefix: str) -> Iterator[str]:
+    """A row for each key, but one for all keys of a named table that the section has itself."""
+    meanings = {setting.key: setting.field.description for setting in section}
+    repeated: dict[str, list[str]] = {}
+    for setting in section:
+        table, named, key = setting.key.partition(f".{NAME}.")
+        if named and meanings.get(key) == setting.field.description:
+            repeated.setdefault(f"{prefix}{table}{named}", []).append(key)
+        else:
+            yield _row(setting, prefix)
+    for table, keys in repeated.items():
+        yield f"| `{table}KEY` | As `{prefix}KEY` above, for KEY one of {', '.join(f'`{key}`' for key in keys)}. |"
 
 
 def _row(setting: Setting, prefix: str) -> str:

@@ -190,7 +190,9 @@ def test_the_reference_of_keys_is_what_the_code_says_and_every_key_has_a_meaning
     text = reference()
     assert text == (REPOSITORY / "docs" / "configuration.md").read_text(), "python -m async_rlhf.cli.reference writes it"
     for setting in settings(Config):
-        assert re.search(rf"\| `{re.escape(setting.key)}[=`]", text)
+        table, _, key = setting.key.partition("NAME.")
+        repeated = rf"\| `{table}NAME\.KEY` .*`{key}`"
+        assert re.search(rf"\| `{re.escape(setting.key)}[=`]|{repeated}", text)
     for (name, kind), keys in OF_KINDS.items():
         of_kind = rf'`{name}.kind = "{kind}"`: .*\n(\n?\|.*\n)*' if name == "engine" else rf"\| `{kind}` "
         for own in keys:
