@@ -196,7 +196,7 @@ DEFECTS = (
     Defect("retry-sampled-again", "a retry of an agent's call never makes a second turn", "actors/agents/sessions.py",
            "alone[0] if alone else known[-1] if known and is_retry else None",
            "None",
-           ("actors/agents/test_agent_endpoint.py::test_what_was_answered_is_given_again_to_a_retry_and_asked_again_by_another_request",)),
+           ("actors/agents/test_agent_endpoint.py::test_what_was_answered_is_given_again_to_a_retry_and_asked_again_by_another_request",), deadline_s=420.0),
     Defect("reward-of-another-call", "a reward of one call is of that call's turn", "actors/loop/transcript.py",
            "turn.score for turn in (trained if is_agent else trained[:-1])",
            "turn.score for turn in self.turns if turn.trained",
