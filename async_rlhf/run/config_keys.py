@@ -184,8 +184,10 @@ def _is_secret(annotation: Any) -> bool:
 
 
 def known(values: dict[str, Any], config: type[BaseModel]) -> dict[str, Any]:
-    """The values of a run that an earlier version may have begun, without the keys that are none any more: constants have taken
-    their places. They are logged."""
+    """The values of a run that an earlier version may have begun: keys that moved stand where they are now, those that are none
+    any more are left out and logged, for constants have taken their places."""
+    if isinstance(engine := values.get("engine"), dict):
+        values["engine"] = _moved(engine)
     try:
         config.model_validate(values)
     except ValidationError as error:
@@ -198,6 +200,14 @@ def known(values: dict[str, Any], config: type[BaseModel]) -> dict[str, Any]:
         if gone:
             _log.warning("settings that are none any more: %s", ", ".join(".".join(map(str, place)) for place in gone))
     return values
+
+
+def _moved(engine: dict[str, Any]) -> dict[str, Any]:
+    """The settings of an engine from a version in which those of all kinds stood in one section."""
+    of_vllm = engine.pop("vllm", {})
+    if policy := engine.pop("kv_policy", None):
+        engine.setdefault("kv", {})["policy"] = policy
+    return engine | of_vllm if engine.get("kind") == "vllm" else engine
 
 
 def check_parameters(section: FunctionSection, config: type[BaseModel]) -> None:

@@ -69,6 +69,16 @@ def test_everything_in_the_sample_carries_a_number_and_is_read(run: RunDir) -> N
     journal.close()
 
 
+def test_settings_that_moved_stand_where_they_are_now(tmp_path: Path) -> None:
+    run = copied(tmp_path, 4)
+    written = (run.path / "config.toml").read_text()
+    (run.path / "config.toml").write_text(written.replace('kv_policy = "full"', 'kv_policy = "window"'))
+    assert run.config().engine.kv.policy == "window"
+    served = written.replace('kind = "torch"', 'kind = "vllm"').replace("tensor_parallel_size = 1", "tensor_parallel_size = 2")
+    (run.path / "config.toml").write_text(served)
+    assert run.config().engine.tensor_parallel_size == 2
+
+
 def test_a_learner_goes_on_from_the_checkpoint_of_the_sample_with_the_groups_of_its_journal(run: RunDir) -> None:
     from async_rlhf.learner.loop.source import ArchiveSource
     from async_rlhf.run.processes.learner import backend_of, make_trainer
