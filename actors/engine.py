@@ -36,8 +36,8 @@ OnUpdate = Literal["keep", "interrupt", "finish"]
 
 
 class Bits(NamedTuple):
-    """Whether a completion has the same bits in any batch, and which. digest: of some completions by the weights that were
-    loaded, equal wherever the bits are; obstacle: why they are not promised. One of them is empty."""
+    """Whether a completion has the same bits in any batch, and which. digest: of sample completions under the loaded
+    weights; engines with equal digests give equal bits. obstacle: why that is not promised. Exactly one is set."""
 
     digest: str = ""
     obstacle: str = ""

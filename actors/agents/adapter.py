@@ -3,9 +3,9 @@
     the agent's thread or task -> its SDK -> endpoint -> session -> `next` -> yield Call ... Reply -> the call's answer
 
 A plain function runs in a thread of its own, which ends only with its process; an asynchronous one is a task on the process'
-loop. A step is the time from an answer to the next call, or to the agent's end. While other calls have no answer yet it waits
-for neither, and what comes begins a step by itself (`Beside`): calls at the same time are with the model at the same time, and
-an agent that waits for several has its time from the last answer on. However an episode ends, its session ends first, so that
+loop. A step is the time from an answer to the next call, or to the agent's end. While other calls are
+unanswered, the generator does not block: it yields `Beside`, and the next call, or the agent's end, starts a new step. Calls
+at the same time are with the model at the same time, and an agent that waits for several has its time from the last answer on. However an episode ends, its session ends first, so that
 the agent's clients fail at once, and then the agent is waited for; one that goes on is a cleanup that hangs.
 """
 

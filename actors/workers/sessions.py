@@ -81,7 +81,7 @@ class Closed(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """The session ended for another's reason; its owner may begin it again."""
+    """The process died because of another session. This one did not fail; its owner may start it again."""
 
     id: int
 
@@ -262,7 +262,7 @@ class _Loop:
 
     def _take(self, order: Order) -> None:
         act, id, what = order
-        if act == "begin":  # at once, because a order to close it may come before its task runs
+        if act == "begin":  # at once, because an order to close it may come before its task runs
             running = self._running[id] = _RunningSession(id, self._kind.begin(id, what, self._watchdog))
             task = asyncio.get_running_loop().create_task(self._attend(running))
             self._tasks.add(task)

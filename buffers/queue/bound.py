@@ -4,8 +4,8 @@ Symbols
     B   groups in one batch (one learner step takes B groups)
     S   max_staleness, in steps
     p   publish_every: version v is published when v steps are done and v is a multiple of p
-    W   window: a batch takes the oldest ready groups among W live numbers, counted from the lowest unconsumed one
-        (the head) and counting consumed ones too, so that the head can never starve; W = 1 is strict order
+    W   window: a batch takes the lowest ready numbers. It may pass over a number that is not ready, but only up to W - 1
+        live numbers beyond the lowest such one, so that this one can never starve; W = 1 is strict order
     q   dead numbers below n: quarantined, or filtered (see below). They are never consumed, so everything behind them moves
         up; the rest are live
 

@@ -55,7 +55,7 @@ class Actor:
     """Groups without progress for too long, and how far they were. It gets nothing while it holds one that has not moved
     since."""
     doubted: bool = False
-    """It has made no progress since such a group. All of it may be stuck, so it gets nothing that another has room for."""
+    """It has made no progress since such a group and may be stuck: it gets a group only when no other actor has room."""
     device: EngineDevice | None = None
     """Its part in the device channel."""
     _moved: dict[int, tuple[int, float]] = field(default_factory=dict)

@@ -59,14 +59,14 @@ def adoption_of(name: str, actor: Actor, admission: Admission, stored: Stored) -
     # fetch for ever and adopt nothing.
     if fetched_for_credit(actor, admission, stored) is not None:
         return AdoptionStep(Adoption.FETCHES, target)
-    # Also when it should stay: it may be about to leave for an earlier target.
+    # Announce also the version that it serves, if another was announced before: else it would still switch to that one.
     if target != (actor.announced or serving):
         return AdoptionStep(Adoption.DUE, target)
     return AdoptionStep(Adoption.SERVES if target == serving else Adoption.ANNOUNCED, target)
 
 
 def fetched_for_credit(actor: Actor, admission: Admission, stored: Stored) -> int | None:
-    """The version announced to an actor, which it has not got yet, and may still begin something with."""
+    """The announced version, if the actor does not serve it yet and could still get a credit with it; else None."""
     if actor.announced is None or actor.announced == (actor.fence, actor.version):
         return None
     fence, number = actor.announced

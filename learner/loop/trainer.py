@@ -312,7 +312,7 @@ def estimated(
     """Advantages and token targets, and whether nothing can be learned from the batch although there are scores."""
     chosen = select_members(groups, rewards, advantage, loss)
     scored, learned = (any(reward is not None for group in each for reward in group) for each in (rewards, chosen))
-    # what the divergence takes from a reward it also takes from the baselines that the reward is in
+    # The KL penalty lowers rewards, and so the baselines made of them: each member of such a baseline is evaluated.
     in_baselines = advantage.needs_energy or (loss.kl_in_reward and not advantage.needs_critic)
     asked = rewards if in_baselines else chosen
     rows = make_rows(groups, asked) if loss.needs_evaluation(advantage) else []

@@ -49,7 +49,7 @@ class TokenTargets:
     advantage: Float32Array | None = None
     """Replaces the completion's own advantage."""
     mask: Float32Array | None = None
-    """Multiplies weights, and leaves tokens of 0 out of numerators only: it comes from corrections over the whole batch."""
+    """A factor on the token's weight, from corrections over the whole batch. A token with 0 still counts in divisors."""
     returns: Float32Array | None = None
     """The critic is fitted to them."""
 
