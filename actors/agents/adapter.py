@@ -3,10 +3,11 @@
     the agent's thread or task -> its SDK -> endpoint -> session -> `next` -> yield Call ... Reply -> the call's answer
 
 A plain function runs in a thread of its own, which ends only with its process; an asynchronous one is a task on the process'
-loop. A step is the time from an answer to the next call, or to the agent's end. While other calls are
-unanswered, the generator does not block: it yields `Beside`, and the next call, or the agent's end, starts a new step. Calls
-at the same time are with the model at the same time, and an agent that waits for several has its time from the last answer on. However an episode ends, its session ends first, so that
-the agent's clients fail at once, and then the agent is waited for; one that goes on is a cleanup that hangs.
+loop. A step is the time from an answer to the next call, or to the agent's end. While other calls are unanswered, the generator
+does not block: it yields `Beside`, and the next call, or the agent's end, starts a new step. Calls at the same time reach the
+model at the same time, and an agent that waits for several has its time from the last answer on. However an episode ends, its
+session ends first, so that the agent's clients fail at once, and then the agent is waited for; one that goes on is a cleanup
+that hangs.
 """
 
 from __future__ import annotations
