@@ -85,7 +85,7 @@ def test_a_gguf_file_becomes_a_directory_with_the_same_weights_once(tmp_path: Pa
 
 def test_a_gguf_file_that_lacks_a_tensor_is_not_filled_with_random_numbers(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", tiny(), {theirs: ours for theirs, ours in LAYER.items() if theirs != "ffn_norm"})
-    with pytest.raises(ConfigError, match=r"tiny.gguf cannot be read as a GGUF model: its files have no tensor '.*post_attention_layernorm"):
+    with pytest.raises(ConfigError, match=r"tiny.gguf cannot be read as a GGUF model: .*no tensor '.*post_attention_layernorm"):
         convert(tmp_path / "tiny.gguf", tmp_path / "converted")
     assert not (tmp_path / "converted").exists()
 
