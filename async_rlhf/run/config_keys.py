@@ -82,6 +82,11 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "checkpoint.keep_last": ("save_total_limit", "max_ckpt_num", "max_actor_ckpt_to_keep"),
 }  # fmt: skip
 _OURS = {theirs: ours for ours, names in ELSEWHERE.items() for theirs in names}
+# Keys of earlier versions, and what they are now; `_moved` reads them of a run.
+_MOVED = {
+    "engine.kv_policy": "engine.kv.policy",
+    "engine.vllm": "engine.tensor_parallel_size and engine.arguments, of engine.kind = 'vllm'",
+}
 # By our key: what others call a kind, and the settings that are it here. Only names that are none of ours.
 KINDS: Mapping[str, Mapping[str, str]] = {
     "advantage.kind": {
@@ -243,6 +248,8 @@ def _unknown(given: Sequence[str], value: Any, config: type[BaseModel], values: 
     section = kind_sections(config).get(name)
     if section is None or name not in values:
         return f": {nearest(given, value, config)}"
+    if (now := _MOVED.get(".".join(given))) is not None:
+        return f": it has become {now}"
     kind = values[name].get("kind", section.model_fields["kind"].default)
     own = [setting.key for setting in own_settings(section, kind)]
     near = nearest(given, value, config, [f"{name}.{key}" for key in own])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from async_rlhf.actors.prompts import Row
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.run.checks.model import check_adapters
 from async_rlhf.run.checks.preflight import preflight
@@ -119,6 +120,32 @@ def test_a_model_without_its_tokenizer_is_refused(checked: Callable[..., Any], m
     (model / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
         checked(rows("a"), model=str(model))
+
+
+def test_a_broken_model_file_is_refused_by_its_name_also_where_it_is_to_get_adapters(checked: Any, model: Path) -> None:
+    (model / "model.safetensors").write_bytes(bytes(100))
+    with pytest.raises(ConfigError, match=r"model\.safetensors' cannot be used"):
+        checked(rows("a"), model=str(model), **{"learner.lora": {"rank": 4, "targets": ["q_proj"]}})
+
+
+def test_rows_that_cannot_be_had_are_asked_for_once(checked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def none(data: Any) -> Any:
+        asked.append(data)
+        raise ConfigError("the data are gone")
+
+    monkeypatch.setattr("async_rlhf.run.checks.subject.load_rows", none)
+    with pytest.raises(ConfigError, match=r"^the data are gone$"):
+        checked(rows("a"))
+    assert len(asked) == 1
+
+
+def test_where_every_held_out_prompt_is_left_out_an_evaluation_is_refused_with_the_reason(small: Any) -> None:
+    config = small(**{"data.on_overlong": "drop", "evaluation.every": 1, "rewards.functions": ["exact"]})
+    given = [Row("a", {"answer": "a"})], [Row("b" * 97, {"answer": "a"})]
+    with pytest.raises(ConfigError, match=r"evaluation\.every = 1, and all 1 held-out prompts are left out: they are too long"):
+        preflight(config, given)
 
 
 def test_prompts_that_are_too_long_can_be_left_out_and_unknown_characters_are_no_obstacle(checked: Callable[..., Any]) -> None:

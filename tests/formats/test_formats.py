@@ -17,7 +17,7 @@ import msgpack
 import pytest
 
 from async_rlhf.buffers import files
-from async_rlhf.buffers.errors import FormatError, WireError
+from async_rlhf.buffers.errors import ConfigError, FormatError, WireError
 from async_rlhf.buffers.files import Format
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue import segment
@@ -27,7 +27,7 @@ from async_rlhf.buffers.queue.recovery import read_batches
 from async_rlhf.buffers.weights.store import WeightStore
 from async_rlhf.learner.checkpoint.resuming import newest
 from async_rlhf.learner.checkpoint.store import SCHEMA, CheckpointError
-from async_rlhf.run.loading import override
+from async_rlhf.run.loading import load, override
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import output_of
@@ -77,6 +77,9 @@ def test_settings_that_moved_stand_where_they_are_now(tmp_path: Path) -> None:
     served = written.replace('kind = "torch"', 'kind = "vllm"').replace("tensor_parallel_size = 1", "tensor_parallel_size = 2")
     (run.path / "config.toml").write_text(served)
     assert run.config().engine.tensor_parallel_size == 2
+    for key, now in (("kv_policy", "engine.kv.policy"), ("vllm.arguments.seed", "engine.tensor_parallel_size and engine.arg")):
+        with pytest.raises(ConfigError, match=rf"unknown key 'engine\.(kv_policy|vllm)': it has become {now}"):
+            load("quick", {f"engine.{key}": "window"})
 
 
 def test_a_learner_goes_on_from_the_checkpoint_of_the_sample_with_the_groups_of_its_journal(run: RunDir) -> None:

@@ -32,7 +32,12 @@ def check_prompts(subject: Subject) -> None:
             f"evaluation.every = {evaluation.every} with data.source = {config.data.source!r}, of which none are held out; "
             "set evaluation.source"
         )
-    elif evaluation.every and not subject.kept[1]:
+    elif evaluation.every and subject.rows[1] and not subject.kept[1]:
+        raise ConfigError(
+            f"evaluation.every = {evaluation.every}, and all {len(subject.rows[1])} held-out prompts are left out: they are "
+            "too long (data.on_overlong = 'drop'); hold out more (data.held_out), or set evaluation.source"
+        )
+    elif evaluation.every and not subject.rows[1]:
         raise ConfigError(
             f"evaluation.every = {evaluation.every} with data.held_out = 0: there are no prompts to evaluate on; "
             "set data.held_out, or evaluation.source"

@@ -34,6 +34,7 @@ _RULES = (
         of_config(check_teachers),
     ),
     Stage("this machine", of_config(check_spool)),
+    Stage("settings", lambda subject: check_all(lambda: subject.rows)),  # alone: rows that cannot be had are asked for once
     Stage("settings", rows.check_sources_judged, rows.check_all_columns, rows.check_named_sources, rows.check_taught),
     Stage("settings", rows.check_names, of_config(learner_checks.remarks)),
     *prompts.RULES,

@@ -103,8 +103,8 @@ def check_stop(subject: Subject) -> None:
 
 
 RULES = (
-    Stage("model directory", of_config(lambda config: check_model_files(Path(config.model))), of_config(check_adapters)),
-    Stage("model directory", check_rendering, check_lengths),
+    Stage("model directory", of_config(lambda config: check_model_files(Path(config.model)))),  # which all others read
+    Stage("model directory", of_config(check_adapters), check_rendering, check_lengths),
     Stage("model directory", check_kept, of_config(check_routing), seen, ends),
 )
 """Also of the prompts of an evaluation, and of a model file that was converted into a directory."""
