@@ -83,17 +83,17 @@ class Request:
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
-        """What the completion continues: the prompt, and the context behind it."""
+        """The tokens before the completion: the prompt and its context."""
         return (*self.prompt_ids, *self.context) if self.context else self.prompt_ids
 
     @property
     def most_tokens(self) -> int:
-        """Of its row, at the end of a completion that is as long as it may be."""
+        """Number of tokens of the row after the longest allowed completion."""
         return len(self.prompt_ids) + len(self.context) + self.max_new_tokens
 
     @property
     def parts(self) -> str:
-        """What `most_tokens` consist of, for messages."""
+        """The parts of `most_tokens`, for messages."""
         context = f" + {len(self.context)} context" if self.context else ""
         return f"{len(self.prompt_ids)} prompt{context} + {self.max_new_tokens} new tokens"
 
@@ -157,7 +157,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Partial:
-    """What there is of a completion that is still being written: int32 [T] tokens, of its own turn."""
+    """The beginning of an unfinished completion: int32 [T] tokens, of its own turn."""
 
     key: RolloutKey
     token_ids: Int32Array
@@ -175,7 +175,7 @@ class Engine(Protocol):
 
     @property
     def bits(self) -> Bits:
-        """What is promised of them."""
+        """The guarantee on the bits of completions."""
 
     @property
     def num_unfinished(self) -> int:
@@ -199,7 +199,7 @@ class Engine(Protocol):
         """Fill free slots, sample a token in running sequences, return those that ended (none on most calls)."""
 
     def partials(self, known: Mapping[RolloutKey, int]) -> list[Partial]:
-        """What is being written and has its `partial_every` tokens more than in `known`; a key that is not there counts as 0.
+        """Unfinished completions `partial_every` tokens longer than in `known`, where a missing key counts as 0.
 
         What they begin with never changes. Cheap enough to be called after every step.
         """

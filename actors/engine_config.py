@@ -33,7 +33,7 @@ _CACHES = ("keys and values", "held between turns")
 
 @dataclass(frozen=True)
 class Demand:
-    """What an engine needs memory for. longest: tokens of a row at most; holds: rows are kept between turns of episodes."""
+    """An engine's memory demand. longest: tokens of a row at most; holds: rows are kept between turns of episodes."""
 
     shape: ModelShape
     longest: int
@@ -179,7 +179,7 @@ class EngineConfig(KindSection):
         }
 
     def nearest(self, demand: Demand, left: int, size: int) -> str:
-        """What to set so that it fits. left: bytes of a device for the engine itself; size: of the whole device."""
+        """Advice for a fit. left: bytes of a device for the engine itself; size: of the whole device."""
         parts = self.memory(demand, left)
         caches = [name for name in _CACHES if name in parts]
         rest = sum(parts.values()) - sum(parts[name] for name in caches)

@@ -74,7 +74,7 @@ class Template:
         return self.chat or not isinstance(row.prompt, str)
 
     def said(self, row: Row) -> str | list[dict[str, Any]]:
-        """What the model is given: text, or the messages for its chat template.
+        """The model's input: text, or the messages for its chat template.
 
         Raises ConfigError where the text names no column of the row, or one that is no text, or is given for messages.
         """
@@ -89,7 +89,7 @@ class Template:
 
 
 def of_prompts(rows: Iterable[Row], read: Callable[[Row], T]) -> list[T]:
-    """What `read` makes of each row; its ConfigError with the number of the prompt."""
+    """`read` applied to each row. Its ConfigError gets the number of the prompt."""
     found: list[T] = []
     try:
         for row in rows:
@@ -138,7 +138,7 @@ def environment_seed(seed: int, group: int) -> int:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Of a completion's first turn (0) its own seed, of each other number of 63 bits another."""
+    """The seed of a turn: the completion's own for the first (0), another number of 63 bits for each other."""
     return _hashed(seed, turn) if turn else seed
 
 

@@ -51,8 +51,8 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a model decides its memory. parameters: of all files. mlp: of a mixture, the experts of one token together.
-    heads, key_heads: width of all of them."""
+    """The sizes of a model that decide its memory. parameters: of all files. mlp: of a mixture, the experts of one token
+    together. heads, key_heads: width of all of them."""
 
     parameters: int
     layers: int

@@ -155,7 +155,7 @@ def task_files(directory: Path) -> list[Path]:
 
 
 def _instruction(task: Path) -> str:
-    """Of a task of Harbor, but for the lines that mark it as no data to train on."""
+    """The instruction of a Harbor task, without the lines that mark it as no training data."""
     return _CANARY.sub("", (task / "instruction.md").read_text(encoding="utf-8")).strip()
 
 

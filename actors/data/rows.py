@@ -175,7 +175,7 @@ def _located(source: Source, given: Iterable[Any] | None) -> Iterable[Located]:
 
 
 def row_of(where: str, given: Any, renames: dict[str, str]) -> Row:
-    """Of what stands there: `where` names it in errors. A renamed column replaces one that had our name already.
+    """The row given at `where`, which names it in errors. A renamed column replaces one that had our name already.
 
     Raises ConfigError for what is no row.
     """

@@ -29,7 +29,7 @@ _RENDERING = {"messages", "tools", "documents", "add_generation_prompt", "contin
 
 @dataclass(frozen=True)
 class PromptLengths:
-    """What was found, by the numbers of prompts.
+    """The lengths of prompts, by their numbers.
 
     too_long: tokens of those over the limit. empty: those without a token. unknown: characters that are not in the vocabulary;
     num_unknown: prompts with one of them.
@@ -56,7 +56,7 @@ class PromptTokenizer:
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing narrower
-            raise ConfigError(f"model file {str(file)!r} cannot be used: {error}. Copy it again from where it came") from error
+            raise ConfigError(f"model file {str(file)!r} cannot be used: {error}. Copy it again from its source") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         unknown = getattr(self._tokenizer.model, "unk_token", None)
@@ -70,7 +70,7 @@ class PromptTokenizer:
         return text if normalizer is None else str(normalizer.normalize_str(text))
 
     def texts(self, most: int) -> dict[int, str]:
-        """Of at most so many tokens by id, from the whole vocabulary."""
+        """The texts of at most `most` tokens by id, spread over the whole vocabulary."""
         ids = range(0, size := self._tokenizer.get_vocab_size(), max(1, -(-size // most)))
         return {token: self._tokenizer.decode([token], skip_special_tokens=False) for token in ids}
 
@@ -79,7 +79,7 @@ class PromptTokenizer:
         return [each.ids for each in self._tokenizer.encode_batch_fast(texts, add_special_tokens=special)]
 
     def text(self, row: Row, template: Template) -> str:
-        """What the model reads. Raises ConfigError as `Template.said`, and for messages that the chat template refuses."""
+        """The model's prompt. Raises ConfigError as `Template.said`, and for messages that the chat template refuses."""
         said = template.said(row)
         if isinstance(said, str):
             return said

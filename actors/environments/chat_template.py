@@ -1,4 +1,4 @@
-"""What a model's chat template writes between two of the model's turns, and whether it leaves what was said before as it was.
+"""The text of a chat template between two of the model's turns, and whether the template leaves earlier turns unchanged.
 
 An observation is rendered behind a made-up conversation whose last turn is a mark. What follows the mark is the *delta*: the
 end of the model's turn, the messages, the beginning of its next turn. Tokens that the model sampled are never rendered again.
@@ -36,7 +36,7 @@ _HISTORIES: tuple[tuple[Message, ...], ...] = ((_QUESTION,), (_QUESTION, _EARLIE
 
 
 def delta_of(render: Render, messages: Sequence[Message]) -> str:
-    """What stands between the end of the model's turn and the beginning of its next one.
+    """The text between the end of the model's turn and the beginning of its next one.
 
     Raises EpisodeError for messages that the template refuses or leaves out.
     """

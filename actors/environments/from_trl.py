@@ -161,13 +161,13 @@ def _shown(result: Any) -> str:
 
 
 def _methods(world: Any) -> dict[str, Callable[..., Any]]:
-    """Of its class, so that no property is asked."""
+    """The tools: public methods of its class, so that no property is read."""
     names = [name for name, _ in inspect.getmembers(type(world), inspect.isfunction)] if world is not None else []
     return {name: getattr(world, name) for name in names if name not in _RESERVED and not name.startswith("_")}
 
 
 def _kind(factory: Any, name: str) -> type:
-    """Of the environments that a factory makes."""
+    """The class of the environments that a factory makes."""
     try:
         kind = factory if isinstance(factory, type) else type(factory())
     except Exception as error:  # the factory is the user's own code

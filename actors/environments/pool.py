@@ -116,7 +116,7 @@ class EpisodePool(Generic[Key]):
         self._sessions.begin(id, key, self._spec.usable(fields), self._spec.timeout_s)
 
     def reply(self, key: Key, sent: str | Reply) -> None:
-        """What the model wrote in its turn, a Reply to a call. Raises EpisodeError where it is not the model's turn."""
+        """Sends the model's text of its turn, a Reply after a call. Raises EpisodeError where it is not the model's turn."""
         id = self._id_of.get(key, -1)
         if id not in self._pending or not self._pending[id].writes:
             raise EpisodeError(f"the episode {key} waits for no reply; each observation has one")
@@ -124,7 +124,7 @@ class EpisodePool(Generic[Key]):
         self._sessions.reply(id, sent)
 
     def poll(self) -> list[Event[Key]]:
-        """What has come since the last poll; of an episode that was lost meanwhile only that. Never waits.
+        """The events since the last poll; a lost episode has only that event. Never waits.
 
         Raises EpisodeError when no process can run the environment.
         """

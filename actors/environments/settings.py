@@ -61,7 +61,7 @@ class Call:
 
 
 class Beside(NamedTuple):
-    """What an agent that may call several times at once yields in place of a Call; it has calls without an answer then.
+    """Yielded in place of a Call by an agent with several calls at once, while calls are unanswered.
 
     call: None: no further one so far. more: done where a step without a reply has one, or the agent's end.
     """
@@ -71,7 +71,7 @@ class Beside(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What the model wrote after a Call; the generator gets it from its yield (after text or messages it gets `text` alone).
+    """The model's answer to a Call, sent to the generator at its yield (after text or messages, `text` alone).
 
     text: without special tokens. finish_reason: length where the turn's budget of tokens cut it. num_prompt: tokens that stood
     before the turn in its conversation. num_tokens: sampled ones of the turn. conversation: that of the Call.
@@ -128,7 +128,7 @@ class EnvironmentSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentDeclaration(EnvironmentSettings):
-    """What `@environment` takes.
+    """The arguments of `@environment`.
 
     name: how metrics call it; the function's own name by default.
     tools: what the model's chat template is given: functions with type hints and a docstring that names each argument, or their
@@ -154,7 +154,7 @@ def environment(function: EnvironmentFunction | None = None, /, **settings: Any)
 
 
 def settings_of(function: EnvironmentFunction, **defaults: Any) -> EnvironmentDeclaration:
-    """What `@environment` left on the function, else the defaults. defaults: of a kind of functions, in place of the usual."""
+    """The function's `@environment` arguments, else the defaults. defaults: of a kind of functions, in place of the usual."""
     given = getattr(function, GIVEN, {})
     return replace(
         declared(function, EnvironmentDeclaration), **{name: value for name, value in defaults.items() if name not in given}

@@ -27,7 +27,7 @@ _EXPECTED = "text, a list of chat messages, Feedback or Score was expected"
 
 @dataclass(frozen=True)
 class Read:
-    """What the model is to read next; of a call its messages. score: of the turn before it, None for none."""
+    """The next input of the model; for a call, its messages. score: of the turn before it, None for none."""
 
     content: Content
     score: float | None = None
@@ -59,7 +59,7 @@ def no_turn(what: str = "ended") -> EpisodeEnd:
 
 
 def read_yield(value: Any, turn: int, max_turns: int, calls: bool = False) -> Read | EpisodeEnd:
-    """What a yielded value means after `turn` turns of the model. calls: as in `EnvironmentSettings`."""
+    """The meaning of a yielded value after `turn` turns of the model. calls: as in `EnvironmentSettings`."""
     if isinstance(value, Score):
         return _end(value, turn)
     if calls and isinstance(value, Scores):
@@ -89,7 +89,7 @@ def read_yield(value: Any, turn: int, max_turns: int, calls: bool = False) -> Re
 
 
 def read_return(turn: int, value: object = None) -> EpisodeEnd:
-    """What the end of the generator means after `turn` turns of the model. value: what it returned, which means nothing."""
+    """The end of an episode whose generator ended after `turn` turns of the model. value: returned, and without meaning."""
     if value is not None:
         return unreadable(f"returned {shown(value)}; a score is yielded: yield Score(...)")
     return EpisodeEnd("returned") if turn else no_turn()
@@ -157,7 +157,7 @@ def _content(content: Any) -> Content | EpisodeEnd:
 
 
 def _json(value: list[Any], what: str, read: Callable[[list[Any]], Any] = list) -> Any:
-    """What is read of JSON data of bounded size, or how the episode ends. what: for messages."""
+    """The value read from JSON data of bounded size, or the episode's end. what: for messages."""
     try:
         written = json.dumps(value, ensure_ascii=False, allow_nan=False)
         plain, size = read(json.loads(written)), len(written.encode())

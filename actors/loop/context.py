@@ -1,4 +1,4 @@
-"""What a group number means: its row, its prompt, its requests, its environment, and how completions become text."""
+"""The meaning of a group number: row, prompt, requests, environment, and how completions become text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Environment:
 
     @property
     def name(self) -> str:
-        """Of its score."""
+        """The name of its score."""
         return self.spec.name
 
     @property
@@ -69,7 +69,7 @@ class Environments:
         return (*(() if self.default is None else (self.default,)), *self.by_source.values())
 
     def of(self, columns: Mapping[str, Any]) -> Environment | None:
-        """Of a row with these columns."""
+        """The environment of a row with these columns."""
         return self.by_source.get(source_of(columns) or "", self.default)
 
     def scores(self, played_by: Environment | None, score: Score | None) -> dict[str, Score]:
@@ -93,8 +93,8 @@ NO_ENVIRONMENTS = Environments()
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a group number means: the same for every actor, and for an evaluation. rows: empty where they come while the run
-    goes on."""
+    """Maps group numbers to requests, alike for each actor and evaluation. rows: empty where they come while the run goes
+    on."""
 
     seed: int
     rows: Sequence[Row]

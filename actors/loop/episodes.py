@@ -133,7 +133,7 @@ class Episodes:
         return self.poll()
 
     def poll(self) -> list[FinishedRollout]:
-        """What the environment has answered; nothing without one."""
+        """The rollouts finished by the environments' answers; none without an environment."""
         for event in [event for environment in self._environments.all for event in environment.pool.poll()]:
             episode = self._episodes.get(event.key)
             if episode is not None and episode.state in PLAYED:  # else it was discarded
@@ -188,7 +188,7 @@ class Episodes:
             self._go_on(episode)
 
     def _heard(self, episode: _Episode, event: Event[RolloutKey]) -> None:
-        """Of its environment."""
+        """Handles an event of the episode's environment."""
         if event.result is None:
             self._begin_again(episode)
             return

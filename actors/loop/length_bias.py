@@ -47,7 +47,7 @@ class LengthBiasMonitor:
         self._fates += ((length, True) for length in lengths)
 
     def report(self, now: float) -> dict[str, float]:
-        """Of the window, as in `wire.Telemetry`, with the age of the oldest prompt begun and not yet decided, in seconds.
+        """The window's metrics, as in `wire.Telemetry`, with the age of the oldest undecided prompt, in seconds.
 
         mean_ratio: mean length trained over mean length dispatched. correlation: of length with being dropped (point-biserial),
         0 where all or none were. alarm: the correlation is positive and no accident. Nothing dispatched: ratio 1.

@@ -44,7 +44,7 @@ class FinishedRollout:
 
     @property
     def answer(self) -> str:
-        """What rewards are given as the completion."""
+        """The completion as rewards get it."""
         return self.turns[self.last]
 
     def fields(self, row: Row, template: Template = PLAIN) -> dict[str, Any]:

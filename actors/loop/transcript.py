@@ -108,7 +108,7 @@ class Transcript:
         return first.ids, tuple(behind)
 
     def begin(self, turn: Turn) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What it reads, at least one token; returns the row that the engine goes on from."""
+        """Begins a turn of at least one token; returns the row that the engine continues."""
         before, unfinished = len(self.turns), self.unfinished
         assert turn.ids and all(other.conversation != turn.conversation for other in unfinished)
         self._is_parallel = self._is_parallel or bool(unfinished)
@@ -123,7 +123,7 @@ class Transcript:
         return prompt_ids, behind
 
     def end(self, row: int, wrote: Completion, text: str) -> Turn:
-        """What the model wrote in the turn of a row."""
+        """Ends the turn of a row with the model's completion."""
         turn = next(turn for turn in self.unfinished if turn.row == row)
         turn.wrote, turn.text = wrote, text
         self.length += len(wrote.token_ids)
@@ -199,7 +199,7 @@ def _parts(rows: Sequence[Sequence[Turn]]) -> Iterator[tuple[Sequence[int], Sequ
 
 
 def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """What was read in one go, whoever wrote it, is one span."""
+    """The spans, with adjacent ones that were read, not sampled, merged into one."""
     merged: list[Span] = []
     for span in spans:
         if merged and span.version is None and merged[-1].version is None:

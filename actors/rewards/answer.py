@@ -1,4 +1,4 @@
-"""What one call of a reward came to, and how what it returned is read. Plain data: it crosses processes."""
+"""The result of one call of a reward, and how its return value is read. Plain data: it crosses processes."""
 
 from __future__ import annotations
 

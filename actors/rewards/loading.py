@@ -263,7 +263,7 @@ def split_form(target: str, forms: Collection[str]) -> tuple[str, str]:
 
 
 def found_in(place: str, name: str, kind: str, target: str, error: type[AsyncRLHFError] = RewardError) -> Any:
-    """What `name` is at the top level of `place`, a module or a file. kind, target: what errors call it.
+    """The object `name` at the top level of `place`, a module or a file. kind, target: its names in errors.
 
     Raises the error for what cannot be imported, and for a name that is not there.
     """
@@ -280,7 +280,7 @@ def found_in(place: str, name: str, kind: str, target: str, error: type[AsyncRLH
 
 
 def attribute(module: ModuleType, name: str) -> Any:
-    """What a dotted name leads to, None for nothing."""
+    """The object at a dotted name, None if it does not exist."""
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)

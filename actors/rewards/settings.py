@@ -61,7 +61,7 @@ def declares(declaration: Callable[Parameters, Any]) -> Callable[[Callable[..., 
 
 
 def declared(function: Callable[..., Any], declaration: type[Declared]) -> Declared:
-    """What its decorator left on the function, else the defaults."""
+    """The arguments of the function's decorator, else the defaults."""
     found = getattr(function, SETTINGS, None)
     return found if isinstance(found, declaration) else declaration()
 
@@ -162,7 +162,7 @@ class RewardSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardDeclaration(RewardSettings):
-    """What `@reward` takes: the settings, and functions that stay in the process.
+    """The arguments of `@reward`: the settings, and functions that stay in the process.
 
     name: how scores and metrics call the reward; the function's own name by default.
     retry_on: errors after which a call is retried.
@@ -187,5 +187,5 @@ def reward(function: RewardFunction | None = None, /, **settings: Any) -> None:
 
 
 def settings_of(function: RewardFunction) -> RewardDeclaration:
-    """What `@reward` left on the function, else the defaults."""
+    """The function's `@reward` arguments, else the defaults."""
     return declared(function, RewardDeclaration)

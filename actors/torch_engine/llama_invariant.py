@@ -225,7 +225,7 @@ class InvariantLlamaForward(LlamaForward):
     def _within(
         self, num_values: int, queries: torch.Tensor, row_keys: torch.Tensor, row_values: torch.Tensor, mask: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of a block of T columns: what is attended to [M, L G, D], the scores and the weights, [M, L G, T]."""
+        """Attention in a block of T columns: the output [M, L G, D], the scores and the weights, [M, L G, T]."""
         scores = torch.baddbmm(mask, queries, self._widened(row_keys).transpose(1, 2), alpha=self._width**-0.5)
         weights = scores.softmax(dim=-1)
         row_values = self._widened(row_values)

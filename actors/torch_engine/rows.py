@@ -1,5 +1,5 @@
-"""What the host keeps about every running row: counters, settings, random numbers, and the tokens sampled so far; and what is
-left of a row that was sent back (`RowProgress`) or whose turn may be continued (`Hold`).
+"""The host's state of each running row: counters, settings, random numbers, and sampled tokens; also of a row that was sent
+back (`RowProgress`) or whose turn may be continued (`Hold`).
 
 `Rows` is a structure of arrays, so that one step touches every row with a handful of numpy operations and no Python loop. It
 never holds a torch tensor and never decides anything; the engine owns it and keeps it in step with the scheduler.
@@ -137,7 +137,7 @@ class Rows:
             self._spans[row] = self._all_spans(row, version)
 
     def progress(self, row: int, version: int) -> RowProgress:
-        """What a row has sampled, copied out of the arrays, to be admitted again later."""
+        """The sampled tokens of a row, copied out of the arrays, so that it can be admitted again."""
         count = int(self.counts[row])
         return RowProgress(
             token_ids=self._tokens[row, :count].copy(),
@@ -147,7 +147,7 @@ class Rows:
         )
 
     def completion(self, row: int, request: Request, version: int, finish_reason: FinishReason) -> Completion:
-        """What a finished row produced, copied out of the arrays; `version` are the present weights."""
+        """The completion of a finished row, copied out of the arrays; `version`: the present weights."""
         progress = self.progress(row, version)
         return Completion(
             key=request.key,
@@ -252,7 +252,7 @@ class Holds:
             oldest.cache = ()
 
     def continued_by(self, request: Request) -> Hold | None:
-        """What this request continues; it stays held until it is released. What it does not continue is forgotten."""
+        """The hold that this request continues, kept until released. A hold that it does not continue is dropped."""
         if (held := self._held.get(request.key)) is None:
             return None
         before, hold = held

@@ -25,7 +25,7 @@ from async_rlhf.actors.torch_engine.rows import Hold, Holds, RowProgress
 
 
 class Size(NamedTuple):
-    """Of running rows: how many, tokens of the longest, and of all."""
+    """The size of the running rows: their number, tokens of the longest, and of all."""
 
     num_rows: int = 0
     longest: int = 0
@@ -86,7 +86,7 @@ class RowAdmission:
 
 @dataclass(frozen=True)
 class PassPlan:
-    """What to do before the next token, in this order: moves, admissions with what was held of them, copies, chunks.
+    """The work before the next token, in this order: moves, admissions with their holds, copies, chunks.
 
     moves: (source, target) rows of running sequences; no target is a source.
     copies: what a running sibling has already computed.
@@ -222,7 +222,7 @@ class Scheduler:
         self._holds.add(entry.request, Hold(ids, entry.number, entry.version, cache, num_places), room)
 
     def release_caches(self) -> None:
-        """What is held is computed again when it is continued."""
+        """Drops held caches, which continuations compute again."""
         self._holds.release_caches()
 
     def suspend(self, progress: Iterable[tuple[int, RowProgress]]) -> None:

@@ -137,8 +137,8 @@ class VLLMEngine:
         return self._call(self._abort(dropped), "vLLM to abort requests") if dropped else 0
 
     def step(self) -> list[Completion]:
-        """What ended since the last call, or within a moment, so that the actor's loop does not spin while vLLM decodes. Raises
-        EngineError when vLLM has died."""
+        """The completions since the last call, or within a moment, so that the actor's loop does not spin while vLLM decodes.
+        Raises EngineError when vLLM has died."""
         if self._coming is not None and not self._running:
             (version, tensors), self._coming = self._coming, None
             self._load(version, tensors)
@@ -278,7 +278,7 @@ class VLLMEngine:
         return final
 
     async def _take(self, timeout_s: float) -> list[Completion]:
-        """What ended; waits so long for the first."""
+        """The finished completions; waits up to `timeout_s` for the first."""
         self._news.clear()
         if timeout_s and not self._ended and self._failure is None:
             with contextlib.suppress(TimeoutError):

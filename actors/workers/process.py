@@ -154,8 +154,8 @@ class GuardedPopen(popen_spawn_posix.Popen):
 
 
 class WorkerThread:
-    """What stands for a `WorkerProcess` where the code is in this process only. It cannot be killed: it is left behind, and
-    ends when its code returns, with its connection (the first argument)."""
+    """Replaces a `WorkerProcess` where the code is in this process only. It cannot be killed: it is left behind, and ends when
+    its code returns, with its connection (the first argument)."""
 
     pid = None
 
@@ -219,7 +219,7 @@ def obey_parent(memory_mb: int | None) -> None:
 
 
 def _as_before_in_children(handlers: Mapping[signal.Signals, Any]) -> None:
-    """What it forks can be terminated from its first moment, and waits at its end for none of the threads it was not given."""
+    """Lets forked children be terminated from their first moment, and end without waiting for threads they lack."""
 
     def begin() -> None:
         for number, handler in handlers.items():

@@ -75,7 +75,7 @@ class ServiceClient:
     streams: set[int] = field(default_factory=set)
 
     def key(self, id: int) -> int:
-        """What a session or stream of this client is called here."""
+        """The server's id of a session or stream of this client."""
         return self.number * NUM_IDS + id
 
 

@@ -43,7 +43,7 @@ def anchor(values: dict[str, Any], base: Path) -> None:
 
 
 def fetch(values: dict[str, Any]) -> None:
-    """What the Hub has of a configuration's values, as `shipped` does it. Raises ConfigError."""
+    """Fetches the files and models of a configuration from the Hub, as `shipped` does it. Raises ConfigError."""
     _change_models(values, shipped.fetched)
     for where, each in _sources(values):
         if isinstance(source := each.get("source"), str) and source.startswith(HUB_PREFIX):

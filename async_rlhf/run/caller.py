@@ -71,7 +71,7 @@ def target_of(environment: Function) -> tuple[str, Function | None]:
         what = f"{environment.__name__} is a class" if inspect.isclass(environment) else f"it is a {type(environment).__name__}"
         name = getattr(environment, "__name__", "TOOLS")
         raise ConfigError(
-            f"environment: {what}, and a generator function was expected. One that is written for TRL is played from a file: "
+            f"environment must be a generator function, but {what}. One that is written for TRL is played from a file: "
             f"overrides={{'environment.function': 'trl:my_environment.py:{name}'}}; in a notebook, begin its cell with "
             "'%%writefile my_environment.py'"
         )
@@ -144,7 +144,7 @@ def specs_of(
 
 
 def _reward_overrides(rewards: Mapping[str, Function], config: Config) -> dict[str, Any]:
-    """What the rewards' own settings are in the configuration of a run that asks for them as `remote`."""
+    """The rewards' own settings, as overrides of a configuration that names them as `remote`."""
     changed: dict[str, Any] = {}
     for name, function in rewards.items():
         declared = settings_of(function)

@@ -167,8 +167,8 @@ def masked(key: str, value: Any, config: type[BaseModel]) -> Any:
 
 
 def without_secrets(values: Any) -> Any:
-    """Of a dump that already is without declared secrets: also texts under names of secrets in what has no schema (options of a
-    reward, arguments of vLLM) are asterisks, and so is who asks in a URL (`http://NAME:KEY@host`). For who is not this user."""
+    """A dump without declared secrets, for other users: asterisks also replace texts under names of secrets where there is no
+    schema (options of a reward, arguments of vLLM), and credentials in a URL (`http://NAME:KEY@host`)."""
     if isinstance(values, str):
         return _ASKS.sub(_MASK, values)
     if isinstance(values, dict):
@@ -228,7 +228,7 @@ def explain(problem: Mapping[str, Any], config: type[BaseModel], values: Mapping
 
 
 def _unknown(given: Sequence[str], value: Any, config: type[BaseModel], values: Mapping[str, Any]) -> str:
-    """What to say of an unknown key: in a section with kinds, which keys this one has."""
+    """The message for an unknown key: in a section with kinds, with the keys of this kind."""
     name, word = given[0], given[-1]
     section = kind_sections(config).get(name)
     if section is None or name not in values:

@@ -1,4 +1,4 @@
-"""What may be changed in a run without a restart, what a run has become by it, and a new run that begins where it stands.
+"""Changes of a run without a restart, its configuration after them, and forks: new runs that begin at its checkpoint.
 
 A request is checked by the rules of the configuration, as it is with all changes before, and written into the ledger of changes
 (`learner.loop.changes`), of a live run or one that stands still; the learner decides from which step on it holds. The

@@ -51,7 +51,7 @@ class Steps(Tail):
         self._brief, self.is_spread = brief, False
 
     def drawn(self) -> list[Line]:
-        """What a picture of the whole run needs. Raises DamagedError for a file of which all is needed and not all is good."""
+        """The lines for a plot of the whole run. Raises DamagedError for a damaged line in a file that is read whole."""
         return list(Steps(self.path, brief=True).rest()) if self._is_long() else read_lines(self.path, all_good=True)
 
     def rest(self) -> Iterator[Line]:
@@ -79,7 +79,7 @@ class Steps(Tail):
 
 
 class Reading:
-    """Of one run. brief: for who shows it while it goes on, in memory and time that do not grow with it."""
+    """Reads one run. brief: for displays of a running run, in bounded memory and time."""
 
     def __init__(self, run: RunDir, *, brief: bool = False) -> None:
         self.run, self._last = run, _END if brief else None

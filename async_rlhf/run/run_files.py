@@ -38,7 +38,7 @@ Line = dict[str, Any]
 
 
 def printable(text: str) -> str:
-    """What may be shown on a terminal: line ends stay, all else that does not print is written out as an escape."""
+    """The text for a terminal: line ends stay, other unprintable characters become escapes."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -90,7 +90,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path, *, all_good: bool = False) -> list[Line]:
-    """Of a JSONL file; its last line may be being written and is left out then. all_good: no other line is.
+    """The lines of a JSONL file, without an unfinished last line. all_good: no other is left out.
 
     Raises DamagedError for what is no such file.
     """

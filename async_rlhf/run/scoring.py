@@ -1,4 +1,4 @@
-"""What a run computes of its completions: its rewards, and the reference where an actor's stage computes that. No torch."""
+"""The scores that a run computes: its rewards, and the reference where an actor's stage computes that. No torch."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def check_judged(config: Config, environments: Mapping[str, EnvironmentSpec], so
 
 
 def score_names(config: Config, environments: Iterable[EnvironmentSpec | Environment]) -> tuple[str, ...]:
-    """Of all that make the reward. environments: the run's; several may have one name."""
+    """The names of all scores of the reward. environments: the run's; several may share a name."""
     return (*(spec.name for spec in reward_specs(config)), *dict.fromkeys(each.name for each in environments))
 
 
@@ -135,8 +135,8 @@ def solved_by(config: Config, names: Sequence[str]) -> str:
 
 
 def check_judging(config: Config, names: Sequence[str]) -> list[str]:
-    """What a person should know about how evaluations are judged. names: of all scores. Raises ConfigError for a setting about
-    what is solved where no score decides it, and for completions that fill no groups."""
+    """Remarks on how evaluations are judged. names: of all scores. Raises ConfigError for a setting about solved prompts where
+    no score decides them, and for completions that fill no groups."""
     asked, size, compared = config.evaluation, config.generation.group_size, group_rewards(config)
     given = [
         f"{key} = {getattr(asked, key)}" for key, none in (("samples", 0), ("solved_at", 1.0)) if getattr(asked, key) != none

@@ -51,7 +51,7 @@ _RULES = (
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run will train on and be evaluated with. rows: each once, without the `dropped` ones. num_prompts: of one epoch.
+    """The checked inputs of training and evaluation. rows: each once, without the `dropped` ones. num_prompts: of one epoch.
     environments: by source what answers the model between its turns. remarks: what a person should know, and what stops
     nothing."""
 
@@ -70,7 +70,7 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
 
 
 def check_converted(config: Config, prepared: Prepared) -> Prepared:
-    """What was prepared from a model file, once more with the directory that it was converted into. Raises ConfigError."""
+    """Prepares a run from a model file again, with the directory of the converted model. Raises ConfigError."""
     subject = Subject(config, prepared.rows)
     remarks = [remark for stage in prompts.RULES for remark in stage.check(subject)]
     return _prepared(subject, [*prepared.remarks, *remarks])
