@@ -135,21 +135,21 @@ class PromptTokenizer:
 
     def _characters(self, texts: Sequence[str]) -> tuple[set[str], set[str], set[str]]:
         """Characters of these texts not in the vocabulary, that leave no token, and that make more tokens than bytes."""
-        found: set[str] = set()
-        found.update(*texts)
+        seen: set[str] = set()
+        seen.update(*texts)
         try:
-            "".join(found).encode()
+            "".join(seen).encode()
         except UnicodeEncodeError as error:
             number = next(number for number, text in enumerate(texts) if error.object[error.start] in text)
             raise ConfigError(
                 f"prompt {number} is no text: it has the half of a surrogate pair {error.object[error.start]!r}; remove it"
             ) from error
-        characters = sorted(found)
+        characters = sorted(seen)
         ids = dict(zip(characters, self._encode(characters, False), strict=True))
-        vanishing = {each for each in characters if not ids[each]}
-        unknown = {each for each in characters if self._unknown_id in ids[each]} | vanishing
-        growing = {each for each in characters if len(ids[each]) > _most_tokens(each)}
-        return {each for each in unknown if not each.isspace()}, vanishing, growing
+        vanishing = {character for character in characters if not ids[character]}
+        unknown = {character for character in characters if self._unknown_id in ids[character]} | vanishing
+        growing = {character for character in characters if len(ids[character]) > _most_tokens(character)}
+        return {character for character in unknown if not character.isspace()}, vanishing, growing
 
 
 def _most_tokens(text: str) -> int:

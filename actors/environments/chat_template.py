@@ -137,9 +137,9 @@ def _check(render: Render, conversation: Sequence[Message], delta: str, by_messa
     before, after = _rendered(render, history), _rendered(render, conversation)
     if before is None or after is None:
         raise ConfigError(f"the chat template refuses the conversation {shown}; give the model another template")
-    begun, found, rest = after.rpartition(MARK if by_message else turn["content"])
+    begun, mark, rest = after.rpartition(MARK if by_message else turn["content"])
     # Some templates put a space before a turn that is over; the model's own tokens stand there.
-    if found and rest == delta and (by_message or begun.rstrip() == before.rstrip()):
+    if mark and rest == delta and (by_message or begun.rstrip() == before.rstrip()):
         return
     choice = "" if by_message else f"{_SPLIT}, or 'by_message' to append observations nevertheless, or "
     raise ConfigError(

@@ -125,9 +125,9 @@ def resolve(
     Raises EpisodeError for a target that cannot be loaded, ConfigError for one that is no generator.
     """
     own_name, _, target = absolute(target, base_dir, ADAPTERS).rpartition("=")
-    found = _found(target, options or {})
-    name = own_name or found.settings.name or target.rpartition(":")[2].rpartition(".")[2]
-    return _spec(name, target, found, options or {}, settings or {})
+    adapted = _found(target, options or {})
+    name = own_name or adapted.settings.name or target.rpartition(":")[2].rpartition(".")[2]
+    return _spec(name, target, adapted, options or {}, settings or {})
 
 
 def spec_in_process(

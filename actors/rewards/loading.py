@@ -159,7 +159,7 @@ def _checked(
         signature.fields,
         chosen,
         settings.prepare is not None,
-        **{each.name: getattr(settings, each.name) for each in dataclass_fields(RewardSettings)},
+        **{field.name: getattr(settings, field.name) for field in dataclass_fields(RewardSettings)},
     )
 
 

@@ -316,8 +316,8 @@ class VLLMEngine:
             self._failure = EngineError(f"vLLM could not adopt version {version}: {type(error).__name__}: {error}")
             raise self._failure from error
         if recompute:
-            for each in self._running.values():
-                each.oldest = version
+            for sequence in self._running.values():
+                sequence.oldest = version
         self._admits = True
         self._admit()
 

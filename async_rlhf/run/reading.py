@@ -146,13 +146,13 @@ class Reading:
             for record in self.steps.rest():
                 take(record)
 
-        for read in (steps, *(each.refresh for each in shown)):
+        for read in (steps, *(file.refresh for file in shown)):
             try:
                 read()
             except (DamagedError, OSError) as error:
                 problems.append(str(error))
-        damaged = [each for each in (self.steps, self.samples) if each.unreadable]
-        return problems + [f"{each.path.name}: damaged lines that are left out: {each.unreadable}" for each in damaged]
+        damaged = [file for file in (self.steps, self.samples) if file.unreadable]
+        return problems + [f"{file.path.name}: damaged lines that are left out: {file.unreadable}" for file in damaged]
 
     def _file(self, name: str, keep: int) -> Tail:
         return Tail(self.run.path / f"{name}.jsonl", self._last, keep if self._last else 0)

@@ -84,7 +84,7 @@ class RunData:
             return stream.num_rows
 
     def open_order(self) -> Order | None:
-        """The order of a run with a curriculum, for one process at a time, which closes it. Raises JournalError, DamagedError."""
+        """The order of a run with a curriculum; one process at a time has and closes it. Raises JournalError, DamagedError."""
         curriculum = self._config.curriculum
         return Order(self._directory, curriculum, self._config.epochs) if curriculum.is_on else None
 
