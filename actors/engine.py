@@ -36,11 +36,12 @@ OnUpdate = Literal["keep", "interrupt", "finish"]
 
 
 class Bits(NamedTuple):
-    """Whether a completion has the same bits in any batch, and which. digest: of some completions by the weights that were
-    loaded, equal wherever the bits are; obstacle: why they are not promised. One of them is empty."""
+    """Whether a completion has the same bits in any batch, and which. One field is empty."""
 
     digest: str = ""
+    """Digest of some completions by the loaded weights, equal wherever the bits are."""
     obstacle: str = ""
+    """Why the bits are not guaranteed."""
 
 
 class RolloutKey(NamedTuple):
@@ -58,28 +59,26 @@ class RolloutKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """One completion to generate.
-
-    max_new_tokens: of this turn alone.
-    seed: alone decides the completion's random numbers, whatever else is in the batch.
-    stop: the completion ends with the token after which its text contains one of these.
-    partial_every: `Engine.partials` returns it each time so many tokens have come; 0: never.
-    context: tokens behind the prompt that are already there: turns sampled before, and observations. The completion
-        continues `prefix_ids`, and holds the new turn only.
-    hold: when the request ends, its keys and values and its place in line may be kept for one of the same key that
-        continues it (whose context begins with this one's context and tokens). That one releases them; `abort`, and the end of
-        a request of its key without `hold`, release all of the key.
-    """
+    """One completion to generate."""
 
     key: RolloutKey
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
+    """Limit of this turn alone."""
     sampling: Sampling
     seed: int
+    """Alone decides the completion's random numbers, whatever else is in the batch."""
     stop: tuple[str, ...] = ()
+    """The completion ends with the token after which its text contains one of these."""
     partial_every: int = 0
+    """`Engine.partials` returns the completion each time it has grown by this number of tokens; 0: never."""
     context: tuple[int, ...] = ()
+    """Tokens between prompt and completion: turns sampled before, and observations. The completion continues `prefix_ids`, and
+    holds the new turn only."""
     hold: bool = False
+    """When the request ends, its keys and values and its place in line may be kept for one of the same key that continues it
+    (whose context begins with this one's context and tokens). That one releases them; `abort`, and the end of a request of its
+    key without `hold`, release all of the key."""
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
@@ -138,21 +137,19 @@ def check_requests(
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished request: int32 [T] tokens (end token included when sampled), float32 [T] log-probabilities, versions.
-
-    logprobs: of the distribution really sampled from, what is left after truncation being renormalised.
-    sampling_mask: what was left, of a truncated request; None where nothing was cut off or the engine does not report it.
-    routing: of all positions that were computed (the prefix, and all tokens but the last), by the pass whose keys and values
-        are there; None where it is not recorded.
-    """
+    """A finished request: int32 [T] tokens (end token included when sampled), float32 [T] log-probabilities, versions."""
 
     key: RolloutKey
     token_ids: Int32Array
     logprobs: Float32Array
+    """Under the distribution really sampled from, renormalised after truncation."""
     spans: tuple[Span, ...]
     finish_reason: FinishReason
     sampling_mask: SamplingMask | None = None
+    """The tokens left by truncation; None where nothing was cut off or the engine does not report it."""
     routing: RoutingArray | None = None
+    """The experts of all computed positions (the prefix, and all tokens but the last), from the pass that made their keys and
+    values; None where it is not recorded."""
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,13 @@ _CACHES = ("keys and values", "held between turns")
 
 @dataclass(frozen=True)
 class Demand:
-    """An engine's memory demand. longest: tokens of a row at most; holds: rows are kept between turns of episodes."""
+    """An engine's memory demand."""
 
     shape: ModelShape
     longest: int
+    """Largest number of tokens of a row."""
     holds: bool
+    """Whether rows are kept between turns of episodes."""
 
 
 class EngineConfig(KindSection):

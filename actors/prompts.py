@@ -59,15 +59,14 @@ class RowSequence(Sequence[Row]):
 
 @dataclass(frozen=True)
 class Template:
-    """How a row becomes what the model reads.
-
-    text: may name any column of the row. chat: that text is given as one user message through the model's chat template, as
-    prompts that are messages are in any case. variables: of the chat template.
-    """
+    """How a row becomes the model's input."""
 
     text: str = "{prompt}"
+    """May name any column of the row."""
     chat: bool = False
+    """Whether that text is one user message of the model's chat template, as prompts that are messages always are."""
     variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Variables of the chat template."""
 
     def is_chat(self, row: Row) -> bool:
         """Whether the model's chat template writes the row; it writes every special token then."""

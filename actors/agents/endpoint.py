@@ -62,16 +62,16 @@ def _by_harness(id: str, value: float) -> None:
 
 @dataclass(frozen=True)
 class Llm:
-    """An agent's model. origin: `http://HOST:PORT`. api_key: of the episode's session, and of nothing else.
-
-    reward: `reward(response.id, 0.5)` is a score of that one call, beside what the agent returns. Raises EpisodeError for an id
-    of no call or of one that is not trained on, for a second reward, for what is no number, and after the end.
-    """
+    """An agent's model."""
 
     origin: str
+    """`http://HOST:PORT`."""
     api_key: str
+    """The key of the episode's session alone."""
     model: str = MODEL
     reward: Callable[[str, float], None] = field(default=_by_harness, repr=False, compare=False)
+    """`reward(response.id, 0.5)` scores that one call, beside the agent's return value. Raises EpisodeError for an id of no
+    call or of an untrained one, for a second reward, for a value that is no number, and after the end."""
 
     @property
     def base_url(self) -> str:

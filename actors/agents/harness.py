@@ -50,17 +50,20 @@ SILENT_S = 240.0
 
 @dataclass(eq=False)
 class _StartedEpisode:
-    """An episode that a harness has started. answering: the call that the model answers; calls: those behind it. reward: the
-    newest that was set. since: when something last came of the harness, or an answer was given to it; monotonic seconds."""
+    """An episode that a harness has started."""
 
     key: int
     session: AgentSession
     turns: Turns
     since: float
+    """Monotonic seconds of the last request of the harness, or answer to it."""
     began: float
     calls: deque[IncomingCall] = field(default_factory=deque)
+    """Calls behind the one that is answered."""
     answering: IncomingCall | None = None
+    """The call that the model answers."""
     reward: Any = None
+    """The newest that was set."""
 
 
 class Harnesses:

@@ -39,17 +39,22 @@ class RequestError(EpisodeError):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """messages: the whole conversation, as the chat template reads it. tools: JSON schemas. max_tokens: of the turn, None for
-    no limit of the client's. stop: texts that end the turn. streams: the answer is wanted as events; shows_usage: with its
-    numbers of tokens. trained: as of `Call`."""
+    """A client's request for a turn of the model."""
 
     messages: list[Message]
+    """The whole conversation, as the chat template reads it."""
     tools: tuple[Tool, ...] = ()
+    """JSON schemas."""
     max_tokens: int | None = None
+    """Limit of the turn; None: the client sets none."""
     stop: tuple[str, ...] = ()
+    """Texts that end the turn."""
     streams: bool = False
+    """Whether the answer is sent as events."""
     shows_usage: bool = True
+    """Whether these include its numbers of tokens."""
     trained: bool = True
+    """As in `Call`."""
 
     @functools.cached_property
     def prefixes(self) -> list[bytes]:

@@ -29,16 +29,16 @@ _RENDERING = {"messages", "tools", "documents", "add_generation_prompt", "contin
 
 @dataclass(frozen=True)
 class PromptLengths:
-    """The lengths of prompts, by their numbers.
-
-    too_long: tokens of those over the limit. empty: those without a token. unknown: characters that are not in the vocabulary;
-    num_unknown: prompts with one of them.
-    """
+    """The lengths of prompts, by their numbers."""
 
     too_long: dict[int, int]
+    """Tokens of the prompts over the limit."""
     empty: list[int]
+    """Prompts without a token."""
     unknown: list[str]
+    """Characters that are not in the vocabulary."""
     num_unknown: int
+    """Prompts with one of them."""
 
 
 class PromptTokenizer:

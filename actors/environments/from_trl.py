@@ -83,14 +83,16 @@ def from_trl(named: str, options: Mapping[str, Any]) -> Adapted:
 
 @dataclass
 class _Player:
-    """Plays episodes. make: an environment, None where there are tools alone. idle: environments that wait for `reset`."""
+    """Plays episodes."""
 
     make: Callable[[], Any] | None
+    """Makes an environment; None where there are tools alone."""
     tools: Mapping[str, Callable[..., Any]]
     rewards: Mapping[str, Callable[..., Any]]
     schemas: Sequence[Tool]
     template: Mapping[str, Any]
     idle: list[Any] = field(default_factory=list)
+    """Environments that wait for `reset`."""
 
     async def play(self, prompt: str | list[Message], seed: int, **columns: Any) -> AsyncGenerator[Any, str]:
         world = None if self.make is None else self.idle.pop() if self.idle else self.make()

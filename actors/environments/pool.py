@@ -35,28 +35,30 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Event(Generic[Key]):
-    """The result of a step: what the model is to read next (the first is the prompt), its end, or None where it is lost.
-
-    Then its process ended for another episode's reason or one that is not known, and the caller begins it again.
-
-    began, ended: of the environment's step, in seconds since the epoch.
-    """
+    """The result of a step."""
 
     key: Key
     result: Read | EpisodeEnd | None
+    """The model's next input (the first is the prompt), the end, or None for a lost episode: its process ended for the reason
+    of another episode or an unknown one, and the caller begins it again."""
     began: float = 0.0
+    """Start of the environment's step, in seconds since the epoch."""
     ended: float = 0.0
+    """Its end, likewise."""
 
 
 @dataclass
 class EpisodeCounters:
-    """episodes: ended ones, by reason. failed: by kind. lost: begun again. cleanups_failed: generators whose
-    `finally` raised, hung or yielded."""
+    """Numbers of episodes, by their fate."""
 
     episodes: Counter[str] = field(default_factory=Counter)
+    """Ended ones, by reason."""
     failed: Counter[FailureKind] = field(default_factory=Counter)
+    """Failed ones, by kind."""
     lost: int = 0
+    """Those begun again."""
     cleanups_failed: int = 0
+    """Generators whose `finally` raised, hung or yielded."""
 
 
 @dataclass

@@ -40,11 +40,12 @@ _MAX_TOOL_SETS = 64
 
 
 class Rendered(NamedTuple):
-    """The model's input, as text and as token ids. restarts: the row begins anew with it."""
+    """The model's input, as text and as token ids."""
 
     text: str
     ids: list[int]
     restarts: bool = False
+    """Whether the row begins anew with it."""
 
 
 class Renderer:

@@ -43,11 +43,12 @@ class ToolCall(NamedTuple):
 
 @dataclass(frozen=True)
 class ParsedTurn:
-    """message: with `tool_calls` where there are some, each `{"type": "function", "function": {"name", "arguments"}}`.
-    is_unparsed: it could not be read so; its message is then the plain text."""
+    """A model's turn as a chat message."""
 
     message: Message
+    """With `tool_calls` where there are some, each `{"type": "function", "function": {"name", "arguments"}}`."""
     is_unparsed: bool = False
+    """Whether parsing failed; the message is then the plain text."""
 
     @property
     def calls(self) -> Sequence[Mapping[str, Any]]:

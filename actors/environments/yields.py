@@ -27,22 +27,25 @@ _EXPECTED = "text, a list of chat messages, Feedback or Score was expected"
 
 @dataclass(frozen=True)
 class Read:
-    """The next input of the model; for a call, its messages. score: of the turn before it, None for none."""
+    """The next input of the model; for a call, its messages."""
 
     content: Content
     score: float | None = None
+    """The score of the turn before it, None for none."""
     call: Call | None = None
 
 
 @dataclass(frozen=True)
 class EpisodeEnd:
-    """The end of an episode. score: None where the environment gave none. failure: why it has failed. turn_scores: as of
-    `Scores`."""
+    """The end of an episode."""
 
     reason: Reason
     score: Score | None = None
+    """None where the environment gave none."""
     failure: Failure | None = None
+    """Why it has failed."""
     turn_scores: tuple[float | None, ...] = ()
+    """As in `Scores`."""
 
     @classmethod
     def of(cls, failure: Failure) -> EpisodeEnd:

@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Environment:
-    """An environment and what it needs. max_length: of a rollout, in tokens behind the prompt."""
+    """An environment and what it needs."""
 
     spec: EnvironmentSpec
     pool: EpisodePool[RolloutKey]
     rendering: Renderer
     max_prompt_length: int
     max_length: int
+    """Limit of a rollout, in tokens behind the prompt."""
 
     @property
     def name(self) -> str:
@@ -58,10 +59,10 @@ class Environment:
 
 @dataclass(frozen=True)
 class Environments:
-    """The environments of a run. default: of rows whose source has none of its own; None: those have one turn. Several may have
-    one name: their scores are then one component of the reward."""
+    """The environments of a run. Several may have one name: their scores are then one component of the reward."""
 
     default: Environment | None = None
+    """For rows whose source has none of its own; None: those have one turn."""
     by_source: Mapping[str, Environment] = field(default_factory=dict)
 
     @property
@@ -93,11 +94,11 @@ NO_ENVIRONMENTS = Environments()
 
 @dataclass(frozen=True)
 class RunContext:
-    """Maps group numbers to requests, alike for each actor and evaluation. rows: empty where they come while the run goes
-    on."""
+    """Maps group numbers to requests, alike for each actor and evaluation."""
 
     seed: int
     rows: Sequence[Row]
+    """Empty where they come while the run goes on."""
     generation: GenerationConfig
     tokenizer: PreTrainedTokenizerBase
     template: Template = PLAIN

@@ -30,18 +30,18 @@ _PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class Judging:
-    """The completions sampled of each prompt, and the criterion for solved ones.
-
-    judged: settings of the completions that are judged together, a greedy one or a group as in training; sampled: of further
-    ones, as many as fill such groups. solved_by: the score that decides what is solved, from `solved_at` on; empty: none.
-    composition: without running statistics, so that a reward means the same at the start and at the end of a run.
-    """
+    """The completions sampled of each prompt, and the criterion for solved ones."""
 
     composition: Composition
+    """Without running statistics, so that a reward means the same at the start and at the end of a run."""
     judged: Sequence[Sampling] = (GREEDY,)
+    """Settings of the completions that are judged together, a greedy one or a group as in training."""
     sampled: Sequence[Sampling] = ()
+    """Settings of further ones, as many as fill such groups."""
     solved_by: str = ""
+    """The score that decides whether a prompt is solved; empty: none."""
     solved_at: float = 1.0
+    """The least score of a solved one."""
 
     def place(self, key: RolloutKey) -> GroupMember:
         """The group that rewards receive: so many members, one behind the other."""

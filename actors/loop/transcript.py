@@ -37,29 +37,36 @@ from async_rlhf.buffers.record import FinishReason, Rollout, SamplingMask, Span,
 
 @dataclass(eq=False)
 class Turn:
-    """One of the model's, with what it reads before.
-
-    conversation: its number; an environment that is no agent has one. row: numbered as they begin. content: what is read, as
-    the environment gave it; ids: tokens of that, of a new row its whole prompt. tools: those of its conversation. trained:
-    whether it is trained on. wrote, text: None and "" until it has ended. behind: tokens between the prompt of its row and
-    what is sampled; most: tokens that may be. number, rank: see the module docstring; without another beside it, how many
-    turns began before. digest: of all that it reads. score: the environment's, once it has one.
-    """
+    """A turn of the model, with its input before."""
 
     conversation: int
+    """Its number; an environment that is no agent has one."""
     row: int
+    """Its number, in the order in which rows begin."""
     content: Content
+    """The input, as the environment gave it."""
     ids: tuple[int, ...]
+    """Tokens of the input; in a new row, of its whole prompt."""
     tools: Sequence[Mapping[str, Any]] = ()
+    """The tools of its conversation."""
     trained: bool = True
+    """Whether it is trained on."""
     wrote: Completion | None = None
+    """None until it has ended."""
     text: str = ""
+    """Empty until it has ended."""
     behind: int = 0
+    """Tokens between the prompt of its row and its sampled tokens."""
     most: int = 0
+    """Largest allowed number of sampled tokens."""
     number: int = 0
+    """See the module docstring; without parallel turns, how many turns began before."""
     rank: int = 0
+    """See the module docstring; without parallel turns, as `number`."""
     digest: int = 0
+    """Digest of all that it reads."""
     score: float | None = None
+    """The environment's, once it has one."""
 
 
 class Transcript:

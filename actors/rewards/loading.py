@@ -42,19 +42,18 @@ _FIX = "another process cannot import it; define it with 'def' at the top level 
 
 @dataclass(frozen=True)
 class RewardSpec(RewardSettings):
-    """A reward by name, and how it is called. Plain data.
-
-    target: `package.module:name`, `/absolute/file.py:name` or the name of a built-in, behind `FORM:` where the form is given.
-    fields: the fields and columns its calls can use, None for all. options: values of its other parameters.
-    holds_model: its processes load something before the first call (`prepare`), whose size only it knows.
-    """
+    """A reward by name, and how it is called. Plain data."""
 
     name: str
     target: str
+    """`package.module:name`, `/absolute/file.py:name` or the name of a built-in, behind `FORM:` where the form is given."""
     kind: Literal["sync", "async"]
     fields: tuple[str, ...] | None = None
+    """The fields and columns its calls can use, None for all."""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Values of its other parameters."""
     holds_model: bool = False
+    """Whether its processes load something of unknown size before the first call (`prepare`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

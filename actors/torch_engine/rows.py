@@ -34,12 +34,16 @@ _SAMPLING = np.dtype(
 
 @dataclass(frozen=True)
 class RowProgress:
-    """token_ids: int32 [T]; logprobs: float32 [T]; spans cover all T tokens; sampling_masks: int32 ids of each, or empty."""
+    """The sampled tokens of a row that was sent back."""
 
     token_ids: Int32Array
+    """int32 [T]."""
     logprobs: Float32Array
+    """float32 [T]."""
     spans: tuple[Span, ...]
+    """They cover all T tokens."""
     sampling_masks: tuple[Int32Array, ...] = ()
+    """int32 ids of each token, or empty."""
 
 
 class Rows:
@@ -216,17 +220,19 @@ class Stopping:
 
 @dataclass(eq=False)
 class Hold:
-    """ids: all tokens of the row, int [T]; number: its place in the order of submission.
-
-    version: the oldest weights that computed the cache. cache: keys and values of the first T - 1 tokens (the last one is the
-    first that a continuation computes), empty once they were evicted. num_places: columns of a cache that they fill.
-    """
+    """The state of a row after a turn."""
 
     ids: tuple[int, ...]
+    """All tokens of the row, int [T]."""
     number: int
+    """Its place in the order of submission."""
     version: int
+    """The oldest weights that computed the cache."""
     cache: tuple[Any, ...]
+    """Keys and values of the first T - 1 tokens (the last one is the first that a continuation computes), empty once
+    evicted."""
     num_places: int
+    """Columns of a cache that they fill."""
 
 
 class Holds:

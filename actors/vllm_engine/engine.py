@@ -53,16 +53,15 @@ _LEAST_TEMPERATURE = 0.01
 
 @dataclass
 class _RunningRequest:
-    """A request vLLM works on, by its name in vLLM. oldest: the oldest weights its cache may come from.
-
-    tokens: what vLLM has reported of it; only of a request with `partial_every`.
-    """
+    """A request vLLM works on, by its name in vLLM."""
 
     name: str
     oldest: int
+    """The oldest weights its cache may come from."""
     every: int
     task: asyncio.Task[int]
     tokens: Sequence[int] = ()
+    """The tokens that vLLM has reported; only of a request with `partial_every`."""
 
 
 class VLLMEngine:

@@ -27,11 +27,12 @@ _SNAPSHOT = re.compile(r"/(?:models|datasets)--([\w.-]+?)--([\w.-]+)/snapshots/(
 
 
 class RecordedBits(NamedTuple):
-    """Whether completions are reproducible bit for bit. digest: of the actors' computation; obstacle: why this is no longer
-    promised; both empty before an actor has joined."""
+    """Whether completions are reproducible bit for bit. Both are empty before an actor has joined."""
 
     digest: str = ""
+    """Digest of the actors' computation."""
     obstacle: str = ""
+    """Why this is no longer guaranteed."""
 
 
 def manifest(config: Config) -> dict[str, Any]:

@@ -119,11 +119,12 @@ def _adapters(config: LearnerConfig, shape: ModelShape) -> int:
 
 @dataclass(frozen=True)
 class DeviceLoad:
-    """The load of one process on one device, or on its host's memory. most: bytes to which it is limited, where it is."""
+    """The load of one process on one device, or on its host's memory."""
 
     process: str
     parts: Parts
     most: int | None = None
+    """Its limit in bytes, None for none."""
 
     @property
     def role(self) -> str:

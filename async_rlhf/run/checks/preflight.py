@@ -51,15 +51,17 @@ _RULES = (
 
 @dataclass(frozen=True)
 class Prepared:
-    """The checked inputs of training and evaluation. rows: each once, without the `dropped` ones. num_prompts: of one epoch.
-    environments: by source what answers the model between its turns. remarks: what a person should know, and what stops
-    nothing."""
+    """The checked inputs of training and evaluation."""
 
     rows: Rows
+    """Each once, without the `dropped` ones."""
     num_prompts: int
+    """Number of prompts of one epoch."""
     environments: Mapping[str, EnvironmentSpec] = field(default_factory=dict)
+    """By source, the environment that answers the model."""
     dropped: int = 0
     remarks: list[str] = field(default_factory=list)
+    """For a person to know; they stop nothing."""
 
 
 def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True) -> Prepared:
