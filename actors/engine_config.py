@@ -100,7 +100,7 @@ class EngineConfig(KindSection):
         """The engine, serving the weights of `model_dir` stamped `version`. Raises ImportError without its packages,
         ConfigError where it refuses the model or these settings."""
 
-    # What follows from other settings of the run
+    # Consequences of other settings of the run
 
     def served(self, *, asks_for_bits: bool, share: float | None) -> EngineConfig:
         """With what other settings decide. asks_for_bits: completions are to have the same bits in any batch, where it can.
@@ -117,7 +117,7 @@ class EngineConfig(KindSection):
         """The limit in force."""
         return self.canary_limit or (1e-3 if self.dtype == "float32" else 0.5)
 
-    # What it can, and what stands in the way
+    # Its abilities, and their obstacles
 
     @property
     def bits_obstacle(self) -> str:

@@ -68,7 +68,7 @@ def plain(located: Iterable[Located]) -> Iterator[Located]:
 def _written(value: Any) -> Any:
     if isinstance(value, _WRITTEN_AS_TEXT):
         return str(value)
-    if hasattr(value, "tolist"):  # of numpy, torch and pandas
+    if hasattr(value, "tolist"):  # numpy, torch and pandas have it
         return value.tolist()
     raise TypeError(type(value).__name__)
 

@@ -160,7 +160,7 @@ class EpisodePool(Generic[Key]):
         if isinstance(message, Closed) and not message.failure:
             return
         self._inbox.put(message)
-        if not self._is_awake:  # else there has been no poll since
+        if not self._is_awake:  # it is awake until the next poll
             self._is_awake = True
             self.wake()
 

@@ -117,7 +117,7 @@ def _call(call: Any, turn: int) -> Call | EpisodeEnd:
     if isinstance(messages, EpisodeEnd) or isinstance(tools, EpisodeEnd):
         return messages if isinstance(messages, EpisodeEnd) else tools
     assert not isinstance(messages, str)
-    most = call.max_tokens if call.max_tokens is not None and call.max_tokens < 1 << 31 else None  # what travels
+    most = call.max_tokens if call.max_tokens is not None and call.max_tokens < 1 << 31 else None  # larger ones do not travel
     return replace(call, messages=messages, tools=tuple(tools), max_tokens=most, stop=tuple(call.stop))
 
 

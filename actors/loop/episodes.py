@@ -143,7 +143,7 @@ class Episodes:
         """The rollouts finished by the environments' answers; none without an environment."""
         for event in [event for environment in self._environments.all for event in environment.pool.poll()]:
             episode = self._episodes.get(event.key)
-            if episode is not None and episode.state in PLAYED:  # else it was discarded
+            if episode is not None and episode.state in PLAYED:  # others were discarded
                 self._heard(episode, event)
                 self._begin_due(episode.group)
         self._flush()
@@ -317,7 +317,7 @@ class Episodes:
         if state == "over":
             del self._episodes[episode.key]
             if episode.group.environment is not None:
-                self._released += episode.engine_keys  # what is held for a turn that will not come
+                self._released += episode.engine_keys  # their next turn will not come
             self._finished.append(self._rollout(episode))
         elif state == "unprompted":
             self._released += episode.engine_keys

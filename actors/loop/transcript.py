@@ -158,7 +158,7 @@ class Transcript:
         trained = [turn for row in rows for turn in row if turn.trained]
         sampled = [turn.wrote for turn in trained if turn.wrote is not None]
         masks = [wrote.sampling_mask for wrote in sampled if wrote.sampling_mask is not None]
-        wholes = [None if row[-1].wrote is None else row[-1].wrote.routing for row in rows]  # of its last turn: of the row
+        wholes = [None if row[-1].wrote is None else row[-1].wrote.routing for row in rows]  # the last turn's covers the row
         routings = [routing for routing in wholes if routing is not None]
         parts = list(_parts(rows))
         ids, spans = [id for ids, _ in parts for id in ids], _merged(span for _, spans in parts for span in spans)

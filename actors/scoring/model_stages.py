@@ -252,7 +252,7 @@ def reference(
     masks = [None if own is None else _sampling_mask(*own) for own in given]
     cut = list(map(_cut, _samples(prompt_ids, completion_ids, masks), row_pieces or [None] * len(completion_ids)))
     samples = [sample for own in cut for sample in own]
-    if stream_ids is not None:  # what was read ahead is of the first piece
+    if stream_ids is not None:  # prefetches belong to the first piece
         streams = [stream for first, own in zip(stream_ids, cut, strict=True) for stream in (first, *(None for _ in own[1:]))]
         found = (
             _ReferenceOptions(path, temperature, restricted, device, dtype, threads, cache_bytes)

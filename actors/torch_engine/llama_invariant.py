@@ -127,7 +127,7 @@ class InvariantLlamaForward(LlamaForward):
                 # Of the others only the keys and values are wanted, and the last of them are stored.
                 x, attended, sizes = _padded(x, sum(wanted)), _padded(attended, sum(wanted)), wanted
             for block, of_block in zip(_split(x, sizes), _split(attended, sizes), strict=True):
-                self._after(layer, block, of_block if len(sizes) == 1 else of_block.clone())  # where memory begins counts too
+                self._after(layer, block, of_block if len(sizes) == 1 else of_block.clone())  # alignment matters too
         return _joined([self._head(self._normed(block, self._norm)) for block in _split(x, sizes)])[:num_wanted]
 
     def _row_groups(self, positions: Sequence[int]) -> Iterator[_PieceGroup]:

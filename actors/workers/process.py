@@ -55,7 +55,7 @@ _tracking = threading.Lock()
 class WorkerProcess(SpawnProcess):
     """A fresh interpreter. Every way to end it is SIGKILL, for it and every process it started."""
 
-    _start_method = None  # type: ignore[assignment]  # of its own children: Python's default, or a user's choice
+    _start_method = None  # type: ignore[assignment]  # for its children: Python's default, or a user's choice
 
     if sys.platform == "linux":
 
@@ -96,7 +96,7 @@ class GuardedPopen(popen_spawn_posix.Popen):
     ends everything. Raises OSError when the guard does not come up.
     """
 
-    _fds: list[int]  # what the worker is given
+    _fds: list[int]  # the worker's descriptors
 
     def _launch(self, process_obj: Any) -> None:
         tracker = _tracker()

@@ -187,6 +187,6 @@ def _environment_name(environment: Function) -> str:
 
 
 def _name(function: Function, declared: str | None, otherwise: str) -> str:
-    plain = getattr(function, "func", function)  # of a functools.partial
+    plain = getattr(function, "func", function)  # a functools.partial has `func`
     name = str(declared or getattr(plain, "__name__", type(plain).__name__))
     return name if name.isidentifier() else otherwise

@@ -214,7 +214,7 @@ def _tokens(directory: Path) -> dict[str, int] | None:
     described = _json(path) if path.exists() else {}
     try:
         known = described["model"]["vocab"]
-        if isinstance(known, list):  # of (token, score)
+        if isinstance(known, list):  # a list holds (token, score)
             known = {token: number for number, (token, _) in enumerate(known)}
         added: dict[str, int] = {each["content"]: each["id"] for each in described.get("added_tokens") or ()}
         return {**known, **added}
