@@ -23,7 +23,7 @@ REFERENCE = "reference"
 
 
 class GenerationConfig(Sampling):
-    """What is sampled for each prompt, and how: the settings of `Sampling` stand beside the others."""
+    """Number and lengths of the completions of each prompt, beside the settings of `Sampling`."""
 
     model_config = ConfigDict(strict=False)
 

@@ -36,11 +36,12 @@ OnUpdate = Literal["keep", "interrupt", "finish"]
 
 
 class Bits(NamedTuple):
-    """Whether a completion has the same bits in any batch, and which. digest: of sample completions under the loaded
-    weights; engines with equal digests give equal bits. obstacle: why that is not promised. Exactly one is set."""
+    """Whether a completion has the same bits in any batch, and which. Exactly one field is set."""
 
     digest: str = ""
+    """Digest of sample completions under the loaded weights; engines with equal digests give equal bits."""
     obstacle: str = ""
+    """Why the bits are not guaranteed."""
 
 
 class RolloutKey(NamedTuple):
@@ -58,42 +59,40 @@ class RolloutKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """One completion to generate.
-
-    max_new_tokens: of this turn alone.
-    seed: alone decides the completion's random numbers, whatever else is in the batch.
-    stop: the completion ends with the token after which its text contains one of these.
-    partial_every: `Engine.partials` returns it each time so many tokens have come; 0: never.
-    context: tokens behind the prompt that are already there: turns sampled before, and observations. The completion
-        continues `prefix_ids`, and holds the new turn only.
-    hold: when the request ends, its keys and values and its place in line may be kept for one of the same key that
-        continues it (whose context begins with this one's context and tokens). That one releases them; `abort`, and the end of
-        a request of its key without `hold`, release all of the key.
-    """
+    """One completion to generate."""
 
     key: RolloutKey
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
+    """Limit of this turn alone."""
     sampling: Sampling
     seed: int
+    """Alone decides the completion's random numbers, whatever else is in the batch."""
     stop: tuple[str, ...] = ()
+    """The completion ends with the token after which its text contains one of these."""
     partial_every: int = 0
+    """`Engine.partials` returns the completion each time it has grown by this number of tokens; 0: never."""
     context: tuple[int, ...] = ()
+    """Tokens between prompt and completion: turns sampled before, and observations. The completion continues `prefix_ids`, and
+    holds the new turn only."""
     hold: bool = False
+    """When the request ends, its keys and values and its place in line may be kept for one of the same key that continues it
+    (whose context begins with this one's context and tokens). That one releases them; `abort`, and the end of a request of its
+    key without `hold`, release all of the key."""
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
-        """What the completion continues: the prompt, and the context behind it."""
+        """The tokens before the completion: the prompt and its context."""
         return (*self.prompt_ids, *self.context) if self.context else self.prompt_ids
 
     @property
     def most_tokens(self) -> int:
-        """Of its row, at the end of a completion that is as long as it may be."""
+        """Number of tokens of the row after the longest allowed completion."""
         return len(self.prompt_ids) + len(self.context) + self.max_new_tokens
 
     @property
     def parts(self) -> str:
-        """What `most_tokens` consist of, for messages."""
+        """The parts of `most_tokens`, for messages."""
         context = f" + {len(self.context)} context" if self.context else ""
         return f"{len(self.prompt_ids)} prompt{context} + {self.max_new_tokens} new tokens"
 
@@ -138,26 +137,24 @@ def check_requests(
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished request: int32 [T] tokens (end token included when sampled), float32 [T] log-probabilities, versions.
-
-    logprobs: of the distribution really sampled from, what is left after truncation being renormalised.
-    sampling_mask: what was left, of a truncated request; None where nothing was cut off or the engine does not report it.
-    routing: of all positions that were computed (the prefix, and all tokens but the last), by the pass whose keys and values
-        are there; None where it is not recorded.
-    """
+    """A finished request: int32 [T] tokens (end token included when sampled), float32 [T] log-probabilities, versions."""
 
     key: RolloutKey
     token_ids: Int32Array
     logprobs: Float32Array
+    """Under the distribution really sampled from, renormalised after truncation."""
     spans: tuple[Span, ...]
     finish_reason: FinishReason
     sampling_mask: SamplingMask | None = None
+    """The tokens left by truncation; None where nothing was cut off or the engine does not report it."""
     routing: RoutingArray | None = None
+    """The experts of all computed positions (the prefix, and all tokens but the last), from the pass that made their keys and
+    values; None where it is not recorded."""
 
 
 @dataclass(frozen=True)
 class Partial:
-    """What there is of a completion that is still being written: int32 [T] tokens, of its own turn."""
+    """The beginning of an unfinished completion: int32 [T] tokens, of its own turn."""
 
     key: RolloutKey
     token_ids: Int32Array
@@ -175,7 +172,7 @@ class Engine(Protocol):
 
     @property
     def bits(self) -> Bits:
-        """What is promised of them."""
+        """The guarantee on the bits of completions."""
 
     @property
     def num_unfinished(self) -> int:
@@ -199,7 +196,7 @@ class Engine(Protocol):
         """Fill free slots, sample a token in running sequences, return those that ended (none on most calls)."""
 
     def partials(self, known: Mapping[RolloutKey, int]) -> list[Partial]:
-        """What is being written and has its `partial_every` tokens more than in `known`; a key that is not there counts as 0.
+        """Unfinished completions `partial_every` tokens longer than in `known`, where a missing key counts as 0.
 
         What they begin with never changes. Cheap enough to be called after every step.
         """

@@ -33,11 +33,13 @@ _CACHES = ("keys and values", "held between turns")
 
 @dataclass(frozen=True)
 class Demand:
-    """What an engine needs memory for. longest: tokens of a row at most; holds: rows are kept between turns of episodes."""
+    """An engine's memory demand."""
 
     shape: ModelShape
     longest: int
+    """Largest number of tokens of a row."""
     holds: bool
+    """Whether rows are kept between turns of episodes."""
 
 
 class EngineConfig(KindSection):
@@ -98,7 +100,7 @@ class EngineConfig(KindSection):
         """The engine, serving the weights of `model_dir` stamped `version`. Raises ImportError without its packages,
         ConfigError where it refuses the model or these settings."""
 
-    # What follows from other settings of the run
+    # Consequences of other settings of the run
 
     def served(self, *, asks_for_bits: bool, share: float | None) -> EngineConfig:
         """With what other settings decide. asks_for_bits: completions are to have the same bits in any batch, where it can.
@@ -115,7 +117,7 @@ class EngineConfig(KindSection):
         """The limit in force."""
         return self.canary_limit or (1e-3 if self.dtype == "float32" else 0.5)
 
-    # What it can, and what stands in the way
+    # Its abilities, and their obstacles
 
     @property
     def bits_obstacle(self) -> str:
@@ -179,7 +181,7 @@ class EngineConfig(KindSection):
         }
 
     def nearest(self, demand: Demand, left: int, size: int) -> str:
-        """What to set so that it fits. left: bytes of a device for the engine itself; size: of the whole device."""
+        """Advice for a fit. left: bytes of a device for the engine itself; size: of the whole device."""
         parts = self.memory(demand, left)
         caches = [name for name in _CACHES if name in parts]
         rest = sum(parts.values()) - sum(parts[name] for name in caches)

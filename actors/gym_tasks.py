@@ -15,7 +15,7 @@ from types import ModuleType
 
 @contextmanager
 def _imported_when_used(name: str) -> Iterator[None]:
-    """What is imported meanwhile gets a stand-in for this module; what is imported later gets the module."""
+    """Gives imports inside the context a stand-in for this module, and later imports the module."""
     if name in sys.modules:
         yield
         return

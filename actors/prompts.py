@@ -59,22 +59,21 @@ class RowSequence(Sequence[Row]):
 
 @dataclass(frozen=True)
 class Template:
-    """How a row becomes what the model reads.
-
-    text: may name any column of the row. chat: that text is given as one user message through the model's chat template, as
-    prompts that are messages are in any case. variables: of the chat template.
-    """
+    """How a row becomes the model's input."""
 
     text: str = "{prompt}"
+    """May name any column of the row."""
     chat: bool = False
+    """Whether that text is one user message of the model's chat template, as prompts that are messages always are."""
     variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Variables of the chat template."""
 
     def is_chat(self, row: Row) -> bool:
         """Whether the model's chat template writes the row; it writes every special token then."""
         return self.chat or not isinstance(row.prompt, str)
 
     def said(self, row: Row) -> str | list[dict[str, Any]]:
-        """What the model is given: text, or the messages for its chat template.
+        """The model's input: text, or the messages for its chat template.
 
         Raises ConfigError where the text names no column of the row, or one that is no text, or is given for messages.
         """
@@ -89,7 +88,7 @@ class Template:
 
 
 def of_prompts(rows: Iterable[Row], read: Callable[[Row], T]) -> list[T]:
-    """What `read` makes of each row; its ConfigError with the number of the prompt."""
+    """`read` applied to each row. Its ConfigError gets the number of the prompt."""
     found: list[T] = []
     try:
         for row in rows:
@@ -138,7 +137,7 @@ def environment_seed(seed: int, group: int) -> int:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Of a completion's first turn (0) its own seed, of each other number of 63 bits another."""
+    """The seed of a turn: the completion's own for the first (0), another number of 63 bits for each other."""
     return _hashed(seed, turn) if turn else seed
 
 

@@ -51,15 +51,18 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a model decides its memory. parameters: of all files. mlp: of a mixture, the experts of one token together.
-    heads, key_heads: width of all of them."""
+    """The sizes of a model that decide its memory."""
 
     parameters: int
+    """Number in all files."""
     layers: int
     width: int
     mlp: int
+    """Width; of a mixture, that of the experts of one token together."""
     heads: int
+    """Width of all of them."""
     key_heads: int
+    """Width of all of them."""
     vocabulary: int
     tied: bool
 

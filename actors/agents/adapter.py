@@ -153,8 +153,8 @@ class _Thread:
         self._inbox.more().result()  # the step's time-out ends the process
 
     async def end(self) -> None:
-        if self._thread.ident is not None:  # else there was none to be had
-            self._thread.join()  # so does that of the cleanup
+        if self._thread.ident is not None:  # None: the system had no thread left
+            self._thread.join()  # the cleanup's time-out ends the process, too
 
     def _run(self, function: Callable[..., Any], fields: Mapping[str, Any]) -> None:
         try:
@@ -187,4 +187,4 @@ class _AgentTask:
             with suppress(asyncio.CancelledError):
                 await asyncio.wait({self.outcome})
         if not self.outcome.cancelled():
-            self.outcome.exception()  # it was asked for
+            self.outcome.exception()  # marks the exception as retrieved

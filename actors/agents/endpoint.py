@@ -62,25 +62,25 @@ def _by_harness(id: str, value: float) -> None:
 
 @dataclass(frozen=True)
 class Llm:
-    """What an agent is given. origin: `http://HOST:PORT`. api_key: of the episode's session, and of nothing else.
-
-    reward: `reward(response.id, 0.5)` is a score of that one call, beside what the agent returns. Raises EpisodeError for an id
-    of no call or of one that is not trained on, for a second reward, for what is no number, and after the end.
-    """
+    """An agent's model."""
 
     origin: str
+    """`http://HOST:PORT`."""
     api_key: str
+    """The key of the episode's session alone."""
     model: str = MODEL
     reward: Callable[[str, float], None] = field(default=_by_harness, repr=False, compare=False)
+    """`reward(response.id, 0.5)` scores that one call, beside the agent's return value. Raises EpisodeError for an id of no
+    call or of an untrained one, for a second reward, for a value that is no number, and after the end."""
 
     @property
     def base_url(self) -> str:
-        """Of OpenAI's SDK, and of what is like it."""
+        """The base URL for OpenAI-compatible SDKs."""
         return f"{self.origin}/sessions/{self.api_key}/v1"
 
     @property
     def anthropic_url(self) -> str:
-        """Of Anthropic's SDK, which adds the version itself."""
+        """The base URL for Anthropic's SDK, which adds the version itself."""
         return f"{self.origin}/sessions/{self.api_key}"
 
     @property
@@ -245,7 +245,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _read(dialect: Dialect, request: Request, body: bytes) -> tuple[bytes, ChatRequest]:
-    """What it asks, and the key that its retries have too. Raises RequestError."""
+    """The request, and the key that its retries share. Raises RequestError."""
     trained = request.headers.get(HEADER, "true").lower()
     if trained not in ("true", "false"):
         raise RequestError(f"header {HEADER}: {trained!r:.60}; choose true or false")

@@ -48,7 +48,7 @@ def from_verifiers(named: str, options: Mapping[str, Any]) -> Adapted:
 
 
 def module_id(taskset: type) -> str:
-    """What verifiers can call the module of a file: it takes neither dots nor capitals."""
+    """A name under which verifiers can import the module of a file: without dots and capitals."""
     name = f"_async_rlhf_taskset_{hashlib.sha256(taskset.__module__.encode()).hexdigest()[:16]}"
     sys.modules[name] = sys.modules[taskset.__module__]
     return name

@@ -50,21 +50,24 @@ SILENT_S = 240.0
 
 @dataclass(eq=False)
 class _StartedEpisode:
-    """An episode that a harness has started. answering: the call that the model answers; calls: those behind it. reward: the
-    newest that was set. since: when something last came of the harness, or an answer was given to it; monotonic seconds."""
+    """An episode that a harness has started."""
 
     key: int
     session: AgentSession
     turns: Turns
     since: float
+    """Monotonic seconds of the last request of the harness, or answer to it."""
     began: float
     calls: deque[IncomingCall] = field(default_factory=deque)
+    """Calls behind the one that is answered."""
     answering: IncomingCall | None = None
+    """The call that the model answers."""
     reward: Any = None
+    """The newest that was set."""
 
 
 class Harnesses:
-    """What an environment's server plays with (`EnvironmentServer`), by its keys."""
+    """The backend of an environment's server (`EnvironmentServer`), by its keys."""
 
     def __init__(
         self,
@@ -108,7 +111,7 @@ class Harnesses:
                 self._ask(running, running.calls.popleft())
 
     def poll(self) -> list[Event[int]]:
-        """What came of episodes, and of those that a harness has lost."""
+        """The new events of episodes, with those of episodes that a harness has lost."""
         with self._lock:
             late = [running for running in self._running.values() if self._is_late(running)]
             for running in late:
@@ -146,7 +149,7 @@ class Harnesses:
         return {"session_id": session.secret, "row": dict(row), "environ": llm.environ, **urls}
 
     def _set_reward(self, body: Mapping[str, Any], origin: str) -> dict[str, Any]:
-        """Of the episode, of which the newest counts when the session ends; with a `call_id` of that call, once."""
+        """Sets the reward of the episode, the newest of which counts at its end, or that of the call `call_id`, once."""
         with self._lock:
             running = self._named(body)
             running.since = self._clock()
@@ -238,7 +241,7 @@ def serve_harnesses(
 
 
 def _key(file: Path) -> str:
-    """Of the harnesses; a new one is readable by this user alone. Raises OSError, ConfigError for a file without one."""
+    """The harnesses' key; a new file is readable by this user alone. Raises OSError, ConfigError for a file without a key."""
     with suppress(FileExistsError), open(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as new:
         new.write(secrets.token_urlsafe(32) + "\n")
     key = file.read_text().strip()

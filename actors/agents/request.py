@@ -39,17 +39,22 @@ class RequestError(EpisodeError):
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """messages: the whole conversation, as the chat template reads it. tools: JSON schemas. max_tokens: of the turn, None for
-    no limit of the client's. stop: texts that end the turn. streams: the answer is wanted as events; shows_usage: with its
-    numbers of tokens. trained: as of `Call`."""
+    """A client's request for a turn of the model."""
 
     messages: list[Message]
+    """The whole conversation, as the chat template reads it."""
     tools: tuple[Tool, ...] = ()
+    """JSON schemas."""
     max_tokens: int | None = None
+    """Limit of the turn; None: the client sets none."""
     stop: tuple[str, ...] = ()
+    """Texts that end the turn."""
     streams: bool = False
+    """Whether the answer is sent as events."""
     shows_usage: bool = True
+    """Whether these include its numbers of tokens."""
     trained: bool = True
+    """As in `Call`."""
 
     @functools.cached_property
     def prefixes(self) -> list[bytes]:
@@ -164,7 +169,7 @@ def _call(which: str, given: Any, names: dict[Any, str]) -> dict[str, Any]:
 
 
 def _value(arguments: Any) -> Any:
-    """Of JSON text the object that it is; what is none stays as it is."""
+    """The arguments decoded from JSON; text that is not JSON stays text."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:
@@ -175,7 +180,7 @@ def _value(arguments: Any) -> Any:
 
 
 def digests(tools: Iterable[Tool], messages: Iterable[Message]) -> list[bytes]:
-    """Of each beginning of a conversation, from its first message alone to the whole. Raises ValueError for what is no JSON."""
+    """The digest of each prefix of a conversation, shortest first. Raises ValueError for a value that is not JSON."""
     prefixes, last = [], hashlib.blake2b(_plain(list(tools)), digest_size=16).digest()
     for message in messages:
         prefixes.append(last := after(last, message))
@@ -183,7 +188,7 @@ def digests(tools: Iterable[Tool], messages: Iterable[Message]) -> list[bytes]:
 
 
 def after(before: bytes, message: Message) -> bytes:
-    """Of what counts in a message: its role, its text with its length, and its calls."""
+    """The digest after a message, from its role, its text with its length, and its calls."""
     text = (message.get("content") or "").encode(errors="surrogatepass")
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     calls = _plain([(function["name"], _number(function["arguments"])) for function in functions]) if functions else b""

@@ -29,19 +29,22 @@ class WrittenToolCall(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatResponse:
-    """id: of no other turn, in any session. stopped_by: the client's text that ended the turn, which `text` is without.
-    num_prompt: tokens before the turn in its conversation; num_tokens: of the turn. is_unparsed: what begins as a call could
-    not be read, and is text."""
+    """The model's turn, as a client gets it."""
 
     id: str
+    """Unique among all turns of all sessions."""
     text: str
     reasoning: str
     calls: tuple[WrittenToolCall, ...]
     finish_reason: Literal["stop", "length", "tool_calls"]
     stopped_by: str | None
+    """The client's text that ended the turn; `text` is without it."""
     num_prompt: int
+    """Tokens before the turn in its conversation."""
     num_tokens: int
+    """Tokens of the turn."""
     is_unparsed: bool = False
+    """Whether the beginning of a call could not be parsed, and is text."""
 
     @property
     def message(self) -> Message:

@@ -28,13 +28,15 @@ from async_rlhf.actors.agents.response import ChatResponse
 
 @dataclass(eq=False)
 class PendingCall:
-    """What is kept of a call: not what it asks, which grows with the conversation. key: as of `ask`. num_waiting: connections
-    on which the answer is waited for; is_given: one had it."""
+    """A call without its request, which grows with the conversation."""
 
     key: bytes
+    """As in `ask`."""
     answer: Future[ChatResponse] = field(default_factory=Future)
     num_waiting: int = 0
+    """Connections that wait for the answer."""
     is_given: bool = False
+    """Whether one of them got it."""
 
 
 class IncomingCall(NamedTuple):

@@ -58,8 +58,8 @@ class Conversations:
 
 
 class Turns:
-    """Of one episode, one at a time in each conversation: `call`, then `wrote`. template: how the model writes reasoning
-    and calls of tools."""
+    """The turns of one episode, one at a time in each conversation: `call`, then `wrote`. template: how the model writes
+    reasoning and calls of tools."""
 
     def __init__(self, template: Mapping[str, Any], session: AgentSession) -> None:
         self._template, self._session, self._conversations = template, session, Conversations()
@@ -110,8 +110,8 @@ class Turns:
         self._rewards[number] = answer.value
 
     def end(self, result: Any) -> Scores:
-        """What an episode ended with: a number, a `Score` or None (not scorable), or such by name, whose sum is the score and
-        each of which is a metric. Anything else is a failure."""
+        """The scores of an episode's result: a number, a `Score` or None (not scorable), or these by name, each a metric and
+        their sum the score. Anything else is a failure."""
         self._is_over = True
         return Scores(self._score(result), tuple(map(self._rewards.get, range(1, self.num_calls + 1))))
 

@@ -68,7 +68,7 @@ def plain(located: Iterable[Located]) -> Iterator[Located]:
 def _written(value: Any) -> Any:
     if isinstance(value, _WRITTEN_AS_TEXT):
         return str(value)
-    if hasattr(value, "tolist"):  # of numpy, torch and pandas
+    if hasattr(value, "tolist"):  # numpy, torch and pandas have it
         return value.tolist()
     raise TypeError(type(value).__name__)
 
@@ -155,7 +155,7 @@ def task_files(directory: Path) -> list[Path]:
 
 
 def _instruction(task: Path) -> str:
-    """Of a task of Harbor, but for the lines that mark it as no data to train on."""
+    """The instruction of a Harbor task, without the lines that mark it as no training data."""
     return _CANARY.sub("", (task / "instruction.md").read_text(encoding="utf-8")).strip()
 
 

@@ -69,7 +69,7 @@ class KeptRows(RowSequence):
 
 
 def written(rows: Iterable[Row]) -> Iterator[bytes]:
-    """What a file of these rows holds, in parts. The encoder of `json` costs more than a short row, so it gets many at once."""
+    """A file of these rows, in parts. The encoder of `json` costs more than a short row, so it gets many at once."""
     coming = iter(rows)
     while batch := [{"prompt": row.prompt, **row.columns} for row in islice(coming, _BATCH)]:
         # A quote within a text has a backslash before it, so this is between rows, or between objects of a list in a column.
@@ -80,7 +80,7 @@ def written(rows: Iterable[Row]) -> Iterator[bytes]:
 
 
 def chunks(file: Path) -> Iterator[bytes]:
-    """What a file holds, without holding it whole. Raises DamagedError."""
+    """The bytes of a file, in parts. Raises DamagedError."""
     try:
         with file.open("rb", buffering=0) as opened:
             while chunk := opened.read(_CHUNK):

@@ -129,7 +129,7 @@ def _rows(source: Source, config: DataConfig, given: Iterable[Any] | None) -> tu
     if source.options:
         raise ConfigError(f"data.options are for {TASK_PREFIX}<task>; {source.source} is a file, remove them")
     with _uncollected():
-        rows = [row_of(where, found, source.columns) for where, found in _located(source, given)]
+        rows = [row_of(where, value, source.columns) for where, value in _located(source, given)]
     if not rows:
         raise ConfigError(f"data.source {source.source!r} has no rows; it needs one object with a column 'prompt' at least")
     held_out = min(_HELD_OUT, len(rows) // _HELD_OUT_SHARE) if config.held_out is None else config.held_out
@@ -175,7 +175,7 @@ def _located(source: Source, given: Iterable[Any] | None) -> Iterable[Located]:
 
 
 def row_of(where: str, given: Any, renames: dict[str, str]) -> Row:
-    """Of what stands there: `where` names it in errors. A renamed column replaces one that had our name already.
+    """The row given at `where`, which names it in errors. A renamed column replaces one that had our name already.
 
     Raises ConfigError for what is no row.
     """

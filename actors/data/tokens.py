@@ -29,16 +29,16 @@ _RENDERING = {"messages", "tools", "documents", "add_generation_prompt", "contin
 
 @dataclass(frozen=True)
 class PromptLengths:
-    """What was found, by the numbers of prompts.
-
-    too_long: tokens of those over the limit. empty: those without a token. unknown: characters that are not in the vocabulary;
-    num_unknown: prompts with one of them.
-    """
+    """The lengths of prompts, by their numbers."""
 
     too_long: dict[int, int]
+    """Tokens of the prompts over the limit."""
     empty: list[int]
+    """Prompts without a token."""
     unknown: list[str]
+    """Characters that are not in the vocabulary."""
     num_unknown: int
+    """Prompts with one of them."""
 
 
 class PromptTokenizer:
@@ -56,7 +56,7 @@ class PromptTokenizer:
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing narrower
-            raise ConfigError(f"model file {str(file)!r} cannot be used: {error}. Copy it again from where it came") from error
+            raise ConfigError(f"model file {str(file)!r} cannot be used: {error}. Copy it again from its source") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         unknown = getattr(self._tokenizer.model, "unk_token", None)
@@ -70,7 +70,7 @@ class PromptTokenizer:
         return text if normalizer is None else str(normalizer.normalize_str(text))
 
     def texts(self, most: int) -> dict[int, str]:
-        """Of at most so many tokens by id, from the whole vocabulary."""
+        """The texts of at most `most` tokens by id, spread over the whole vocabulary."""
         ids = range(0, size := self._tokenizer.get_vocab_size(), max(1, -(-size // most)))
         return {token: self._tokenizer.decode([token], skip_special_tokens=False) for token in ids}
 
@@ -79,7 +79,7 @@ class PromptTokenizer:
         return [each.ids for each in self._tokenizer.encode_batch_fast(texts, add_special_tokens=special)]
 
     def text(self, row: Row, template: Template) -> str:
-        """What the model reads. Raises ConfigError as `Template.said`, and for messages that the chat template refuses."""
+        """The model's prompt. Raises ConfigError as `Template.said`, and for messages that the chat template refuses."""
         said = template.said(row)
         if isinstance(said, str):
             return said
@@ -135,21 +135,21 @@ class PromptTokenizer:
 
     def _characters(self, texts: Sequence[str]) -> tuple[set[str], set[str], set[str]]:
         """Characters of these texts not in the vocabulary, that leave no token, and that make more tokens than bytes."""
-        found: set[str] = set()
-        found.update(*texts)
+        seen: set[str] = set()
+        seen.update(*texts)
         try:
-            "".join(found).encode()
+            "".join(seen).encode()
         except UnicodeEncodeError as error:
             number = next(number for number, text in enumerate(texts) if error.object[error.start] in text)
             raise ConfigError(
                 f"prompt {number} is no text: it has the half of a surrogate pair {error.object[error.start]!r}; remove it"
             ) from error
-        characters = sorted(found)
+        characters = sorted(seen)
         ids = dict(zip(characters, self._encode(characters, False), strict=True))
-        vanishing = {each for each in characters if not ids[each]}
-        unknown = {each for each in characters if self._unknown_id in ids[each]} | vanishing
-        growing = {each for each in characters if len(ids[each]) > _most_tokens(each)}
-        return {each for each in unknown if not each.isspace()}, vanishing, growing
+        vanishing = {character for character in characters if not ids[character]}
+        unknown = {character for character in characters if self._unknown_id in ids[character]} | vanishing
+        growing = {character for character in characters if len(ids[character]) > _most_tokens(character)}
+        return {character for character in unknown if not character.isspace()}, vanishing, growing
 
 
 def _most_tokens(text: str) -> int:

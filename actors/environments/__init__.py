@@ -1,4 +1,4 @@
-"""What a user writes for episodes of several turns, and how their processes run it.
+"""Environments: a user's code for episodes of several turns, and the processes that run it.
 
 An environment is a generator. It yields what the model reads and gets back what the model wrote:
 

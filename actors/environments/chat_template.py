@@ -1,4 +1,4 @@
-"""What a model's chat template writes between two of the model's turns, and whether it leaves what was said before as it was.
+"""The text of a chat template between two of the model's turns, and whether the template leaves earlier turns unchanged.
 
 An observation is rendered behind a made-up conversation whose last turn is a mark. What follows the mark is the *delta*: the
 end of the model's turn, the messages, the beginning of its next turn. Tokens that the model sampled are never rendered again.
@@ -36,7 +36,7 @@ _HISTORIES: tuple[tuple[Message, ...], ...] = ((_QUESTION,), (_QUESTION, _EARLIE
 
 
 def delta_of(render: Render, messages: Sequence[Message]) -> str:
-    """What stands between the end of the model's turn and the beginning of its next one.
+    """The text between the end of the model's turn and the beginning of its next one.
 
     Raises EpisodeError for messages that the template refuses or leaves out.
     """
@@ -137,9 +137,9 @@ def _check(render: Render, conversation: Sequence[Message], delta: str, by_messa
     before, after = _rendered(render, history), _rendered(render, conversation)
     if before is None or after is None:
         raise ConfigError(f"the chat template refuses the conversation {shown}; give the model another template")
-    begun, found, rest = after.rpartition(MARK if by_message else turn["content"])
+    begun, mark, rest = after.rpartition(MARK if by_message else turn["content"])
     # Some templates put a space before a turn that is over; the model's own tokens stand there.
-    if found and rest == delta and (by_message or begun.rstrip() == before.rstrip()):
+    if mark and rest == delta and (by_message or begun.rstrip() == before.rstrip()):
         return
     choice = "" if by_message else f"{_SPLIT}, or 'by_message' to append observations nevertheless, or "
     raise ConfigError(

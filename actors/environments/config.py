@@ -57,7 +57,7 @@ class SourceEnvironment(Section):
 
 
 class EnvironmentConfig(SourceEnvironment):
-    """What answers the model between its turns. A text alone stands for `function`."""
+    """The environment that answers the model between its turns. A text alone stands for `function`."""
 
     by_source: dict[str, SourceEnvironment] = Field(default_factory=dict)
     """By `source` of a row: its environment, with settings of its own. Rows of other sources have that of `function`, or one

@@ -168,7 +168,7 @@ async def _judged(run: Run, task: Mapping[str, Any]) -> dict[str, float]:
 
 
 async def _put(run: Run, folder: Path, target: str) -> None:
-    """What is in the folder, as files of root."""
+    """Copies the contents of the folder into the sandbox, as files of root."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         tar.add(folder, ".", filter=_as_root)
@@ -186,7 +186,7 @@ def _as_root(file: tarfile.TarInfo) -> tarfile.TarInfo:
 def _holder(
     runner: str, task: Mapping[str, Any], image: str, network: bool, name: str = "", account: tuple[str, ...] = ()
 ) -> list[str]:
-    """What keeps a sandbox: it answers each line, and ends with its standard input, and so with the process that holds it."""
+    """A sandbox's holder: it answers each line, and ends with its standard input, and so with the process that holds it."""
     if runner == "process":
         spaces = [each for each in _SPACES if each != "--net" or not network]
         command = ["sh", "-c", _ROOT, task.get("workdir") or "/app"]

@@ -76,7 +76,7 @@ class InvalidActionError(EpisodeError):
 
 
 async def _asked(socket: ClientConnection, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-    """What the server answers: `observation`, `reward`, `done`. Raises EpisodeError for an error of its own."""
+    """The server's answer: `observation`, `reward`, `done`. Raises EpisodeError for the server's errors."""
     await socket.send(json.dumps({"type": kind, "data": data}))
     answer = json.loads(await socket.recv())
     found: dict[str, Any] = answer["data"]
@@ -100,7 +100,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _text(result: Mapping[str, Any], shown: str | None) -> str:
-    """What the model reads of an observation."""
+    """The text of an observation."""
     found = result["observation"] if shown is None else result["observation"].get(shown)
     return found if isinstance(found, str) else json.dumps(found)
 

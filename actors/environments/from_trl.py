@@ -41,7 +41,7 @@ _ABSENT = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 def from_trl(named: str, options: Mapping[str, Any]) -> Adapted:
     """options: `rewards`, names of TRL rewards beside the target, which are called with `environments`; `response_template`,
     how the model writes a call. Raises EpisodeError for what is not there, ConfigError."""
-    place, name_of_it, found = located(named)
+    place, name_of_it, target = located(named)
     for name in options:
         if name not in _OPTIONS:
             raise ConfigError(
@@ -51,24 +51,24 @@ def from_trl(named: str, options: Mapping[str, Any]) -> Adapted:
         name: _reward(found_in(place, name, "reward", f"{place}:{name}", ConfigError), name)
         for name in options.get("rewards", ())
     }
-    if isinstance(found, list | tuple) and found and all(map(callable, found)):
-        make, shown, methods, reset = None, list(found), {}, None
-    elif callable(found):
-        make = found
-        kind = _kind(found, name_of_it)
-        methods = {name: each for name, each in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
+    if isinstance(target, list | tuple) and target and all(map(callable, target)):
+        make, shown, methods, reset = None, list(target), {}, None
+    elif callable(target):
+        make = target
+        kind = _kind(target, name_of_it)
+        methods = {name: tool for name, tool in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
         reset = methods["reset"]
         shown = [_bound(kind, name) for name in methods if name not in _RESERVED]
     else:
-        hint = "; a run has one environment: name one" if isinstance(found, Mapping) else ""
+        hint = "; a run has one environment: name one" if isinstance(target, Mapping) else ""
         raise ConfigError(
-            f"environment {name_of_it!r} is {type(found).__name__}; an environment_factory or a list of tools was "
+            f"environment {name_of_it!r} is {type(target).__name__}; an environment_factory or a list of tools was "
             f"expected{hint}"
         )
     schemas = tuple(map(schema_of, shown))
     template = checked(options["response_template"]) if "response_template" in options else TEMPLATE
     functions = [] if make is not None else shown
-    player = _Player(make, {each.__name__: each for each in functions}, rewards, schemas, template)
+    player = _Player(make, {tool.__name__: tool for tool in functions}, rewards, schemas, template)
     needed = [*_required(_bound(kind, "reset"))] if reset is not None else []
     needed += [name for reward in rewards.values() for name in _required(reward) if name not in _GIVEN]
     is_async = any(map(inspect.iscoroutinefunction, [*methods.values(), *functions, *rewards.values()]))
@@ -83,14 +83,16 @@ def from_trl(named: str, options: Mapping[str, Any]) -> Adapted:
 
 @dataclass
 class _Player:
-    """Plays episodes. make: an environment, None where there are tools alone. idle: environments that wait for `reset`."""
+    """Plays episodes."""
 
     make: Callable[[], Any] | None
+    """Makes an environment; None where there are tools alone."""
     tools: Mapping[str, Callable[..., Any]]
     rewards: Mapping[str, Callable[..., Any]]
     schemas: Sequence[Tool]
     template: Mapping[str, Any]
     idle: list[Any] = field(default_factory=list)
+    """Environments that wait for `reset`."""
 
     async def play(self, prompt: str | list[Message], seed: int, **columns: Any) -> AsyncGenerator[Any, str]:
         world = None if self.make is None else self.idle.pop() if self.idle else self.make()
@@ -161,13 +163,13 @@ def _shown(result: Any) -> str:
 
 
 def _methods(world: Any) -> dict[str, Callable[..., Any]]:
-    """Of its class, so that no property is asked."""
+    """The tools: public methods of its class, so that no property is read."""
     names = [name for name, _ in inspect.getmembers(type(world), inspect.isfunction)] if world is not None else []
     return {name: getattr(world, name) for name in names if name not in _RESERVED and not name.startswith("_")}
 
 
 def _kind(factory: Any, name: str) -> type:
-    """Of the environments that a factory makes."""
+    """The class of the environments that a factory makes."""
     try:
         kind = factory if isinstance(factory, type) else type(factory())
     except Exception as error:  # the factory is the user's own code

@@ -63,38 +63,37 @@ _FORM = (
 
 @dataclass(frozen=True)
 class Adapted:
-    """A generator of ours, called with the fields of an episode, and what it or its foreign object declares.
-
-    required: columns that every row must have. tools: what the model's chat template is given. judges: whether it gives a
-    score; else rewards must. fields: the fields and columns it takes, None for all.
-    """
+    """A generator of ours, called with the fields of an episode, and what it or its foreign object declares."""
 
     function: EnvironmentFunction
     settings: EnvironmentDeclaration
     required: tuple[str, ...] = ()
+    """Columns that every row must have."""
     tools: tuple[Tool, ...] = ()
+    """JSON schemas for the model's chat template."""
     judges: bool = True
+    """Whether it gives a score; else rewards must."""
     fields: tuple[str, ...] | None = None
+    """The fields and columns it takes, None for all."""
 
 
 @dataclass(frozen=True)
 class EnvironmentSpec(EnvironmentSettings):
-    """An environment by name, and how its episodes are bounded. Plain data.
-
-    target: `package.module:name` or `/absolute/file.py:name`, with its form before it (`trl:`) where it is of another system.
-    kind: async for an asynchronous generator. options: values of its other parameters. one_by_one: an agent's calls at the same
-    time are answered one after the other. The others: as of `Adapted`.
-    """
+    """An environment by name, and how its episodes are bounded. Plain data. The other fields: as in `Adapted`."""
 
     name: str
     target: str
+    """`package.module:name` or `/absolute/file.py:name`, after its form (`trl:`) where it is of another system."""
     kind: Literal["sync", "async"]
+    """async for an asynchronous generator."""
     required: tuple[str, ...] = ()
     fields: tuple[str, ...] | None = None
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Values of its other parameters."""
     tools: tuple[Tool, ...] = field(default=(), hash=False)
     judges: bool = True
     one_by_one: bool = False
+    """Whether an agent's simultaneous calls are answered one after the other."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,9 +124,9 @@ def resolve(
     Raises EpisodeError for a target that cannot be loaded, ConfigError for one that is no generator.
     """
     own_name, _, target = absolute(target, base_dir, ADAPTERS).rpartition("=")
-    found = _found(target, options or {})
-    name = own_name or found.settings.name or target.rpartition(":")[2].rpartition(".")[2]
-    return _spec(name, target, found, options or {}, settings or {})
+    adapted = _found(target, options or {})
+    name = own_name or adapted.settings.name or target.rpartition(":")[2].rpartition(".")[2]
+    return _spec(name, target, adapted, options or {}, settings or {})
 
 
 def spec_in_process(

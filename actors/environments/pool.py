@@ -35,28 +35,30 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Event(Generic[Key]):
-    """The result of a step: what the model is to read next (the first is the prompt), its end, or None where it is lost.
-
-    Then its process ended for another episode's reason or one that is not known, and the caller begins it again.
-
-    began, ended: of the environment's step, in seconds since the epoch.
-    """
+    """The result of a step."""
 
     key: Key
     result: Read | EpisodeEnd | None
+    """The model's next input (the first is the prompt), the end, or None for a lost episode: its process ended for the reason
+    of another episode or an unknown one, and the caller begins it again."""
     began: float = 0.0
+    """Start of the environment's step, in seconds since the epoch."""
     ended: float = 0.0
+    """Its end, likewise."""
 
 
 @dataclass
 class EpisodeCounters:
-    """episodes: ended ones, by reason. failed: by kind. lost: begun again. cleanups_failed: generators whose
-    `finally` raised, hung or yielded."""
+    """Numbers of episodes, by their fate."""
 
     episodes: Counter[str] = field(default_factory=Counter)
+    """Ended ones, by reason."""
     failed: Counter[FailureKind] = field(default_factory=Counter)
+    """Failed ones, by kind."""
     lost: int = 0
+    """Those begun again."""
     cleanups_failed: int = 0
+    """Generators whose `finally` raised, hung or yielded."""
 
 
 @dataclass
@@ -116,7 +118,7 @@ class EpisodePool(Generic[Key]):
         self._sessions.begin(id, key, self._spec.usable(fields), self._spec.timeout_s)
 
     def reply(self, key: Key, sent: str | Reply) -> None:
-        """What the model wrote in its turn, a Reply to a call. Raises EpisodeError where it is not the model's turn."""
+        """Sends the model's text of its turn, a Reply after a call. Raises EpisodeError where it is not the model's turn."""
         id = self._id_of.get(key, -1)
         if id not in self._pending or not self._pending[id].writes:
             raise EpisodeError(f"the episode {key} waits for no reply; each observation has one")
@@ -124,7 +126,7 @@ class EpisodePool(Generic[Key]):
         self._sessions.reply(id, sent)
 
     def poll(self) -> list[Event[Key]]:
-        """What has come since the last poll; of an episode that was lost meanwhile only that. Never waits.
+        """The events since the last poll; a lost episode has only that event. Never waits.
 
         Raises EpisodeError when no process can run the environment.
         """
@@ -158,7 +160,7 @@ class EpisodePool(Generic[Key]):
         if isinstance(message, Closed) and not message.failure:
             return
         self._inbox.put(message)
-        if not self._is_awake:  # else there has been no poll since
+        if not self._is_awake:  # it is awake until the next poll
             self._is_awake = True
             self.wake()
 

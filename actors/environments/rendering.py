@@ -40,11 +40,12 @@ _MAX_TOOL_SETS = 64
 
 
 class Rendered(NamedTuple):
-    """What the model reads, as text and as token ids. restarts: the row begins anew with it."""
+    """The model's input, as text and as token ids."""
 
     text: str
     ids: list[int]
     restarts: bool = False
+    """Whether the row begins anew with it."""
 
 
 class Renderer:
@@ -120,7 +121,7 @@ class Renderer:
         return Rendered(text, ids)
 
     def observation(self, prompt: Content, content: Content, reply_ids: Sequence[int]) -> Rendered:
-        """What follows the tokens that the model sampled in its turn (`reply_ids`).
+        """The observation behind the tokens that the model sampled in its turn (`reply_ids`).
 
         prompt: the episode's first yield. In a chat, an end-of-turn token that the model has written is not repeated; a turn
         that was cut off gets one.
@@ -136,7 +137,7 @@ class Renderer:
         return Rendered(text, ids)
 
     def whole(self, prompt: Content, turns: Sequence[tuple[str, Content]], row_ids: Sequence[int]) -> Rendered:
-        """What follows the tokens of the row, or the whole conversation, with which it begins anew; of a chat.
+        """The continuation of a chat's row, or the whole conversation, with which a new row begins.
 
         prompt: the episode's first yield. turns: what the model wrote, decoded and without its end-of-turn token, and what was
         answered. row_ids: what the model has read and written since its row began.

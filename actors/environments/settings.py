@@ -31,89 +31,80 @@ def counted(score: Score, counts: Mapping[str, float]) -> Score:
 
 @dataclass(frozen=True)
 class Feedback:
-    """An observation with a score for the turn that the model has just made.
-
-    content: text or chat messages. score: a finite number; None: no score for this turn.
-    """
+    """An observation with a score for the turn that the model has just made."""
 
     content: Content
+    """Text or chat messages."""
     score: float | None = None
+    """A finite number; None: no score for this turn."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A request for the model's turn as an agent makes it; yielded in place of text or messages where `calls` is set.
-
-    conversation: its number; one that was not used before begins a conversation (the first is 0, then 1, ...).
-    messages: of a new conversation all of it; else what follows the model's last turn there.
-    tools: JSON schemas that the chat template is given; of a new conversation, which keeps them.
-    max_tokens: of the turn; None, or more than `generation.max_completion_length`: that.
-    stop: further texts that end the turn, beside `generation.stop`.
-    trained: whether the turn's tokens are trained on; else they are read, as an observation is.
-    """
+    """A request for the model's turn as an agent makes it; yielded in place of text or messages where `calls` is set."""
 
     conversation: int
+    """Its number; an unused one begins a conversation (the first is 0, then 1, ...)."""
     messages: list[Message]
+    """All messages of a new conversation; else those after the model's last turn there."""
     tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas for the chat template; a new conversation sets them."""
     max_tokens: int | None = None
+    """Limit of the turn, at most `generation.max_completion_length`, which None stands for."""
     stop: tuple[str, ...] = ()
+    """Further texts that end the turn, beside `generation.stop`."""
     trained: bool = True
+    """Whether the turn's tokens are trained on; else they are read, as an observation is."""
 
 
 class Beside(NamedTuple):
-    """What an agent that may call several times at once yields in place of a Call; it has calls without an answer then.
-
-    call: None: no further one so far. more: done where a step without a reply has one, or the agent's end.
-    """
+    """Yielded in place of a Call by an agent with several calls at once, while calls are unanswered."""
 
     call: Call | None
+    """None: no further one so far."""
     more: Future[None]
+    """Done at the next step without a reply, or at the agent's end."""
 
 
 class Reply(NamedTuple):
-    """What the model wrote after a Call; the generator gets it from its yield (after text or messages it gets `text` alone).
-
-    text: without special tokens. finish_reason: length where the turn's budget of tokens cut it. num_prompt: tokens that stood
-    before the turn in its conversation. num_tokens: sampled ones of the turn. conversation: that of the Call.
-    """
+    """The model's answer to a Call, sent to the generator at its yield (after text or messages, `text` alone)."""
 
     text: str
+    """The turn without special tokens."""
     finish_reason: Literal["stop", "length"]
+    """length where the turn's budget of tokens cut it."""
     num_prompt: int
+    """Tokens before the turn in its conversation."""
     num_tokens: int
+    """Sampled tokens of the turn."""
     conversation: int = 0
+    """That of the Call."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The end of an agent's episode; yielded in place of a Score where single calls have scores.
-
-    turns: of each Call in their order, None for none; the last ones may be missing. A score counts for its own turn, and for
-    none before it.
-    """
+    """The end of an agent's episode; yielded in place of a Score where single calls have scores."""
 
     score: Score
     turns: tuple[float | None, ...] = ()
+    """The score of each Call in order, None for none; the last ones may be missing. A score counts for its own turn alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentSettings:
-    """How an episode is bounded. Plain data.
-
-    max_turns: turns of the model; what comes after the last of them is not read by it, and the generator is closed.
-    timeout_s: seconds from what the model wrote to the next yield, and for closing the generator; the model's own time and
-        waiting for a free place (`environment.max_concurrency`) do not count.
-    episode_timeout_s: seconds for the whole episode, the model's time included; looked at in the environment's steps. None: no
-        such limit.
-    at_limit: score of an episode that its number of turns, or the length of its row, ended; None leaves it out of the batch.
-    calls: whether it yields Calls (an agent), and nothing else until its end.
-    """
+    """How an episode is bounded. Plain data."""
 
     max_turns: int = 8
+    """Turns of the model; an observation after the last of them is not read by it, and the generator is closed."""
     timeout_s: float = 10.0
+    """Seconds from the model's text to the next yield, and for closing the generator; the model's own time and waiting for a
+    free place (`environment.max_concurrency`) do not count."""
     episode_timeout_s: float | None = None
+    """Seconds for the whole episode, the model's time included; checked in the environment's steps. None: no such limit."""
     at_limit: float | None = 0.0
+    """Score of an episode that its number of turns, or the length of its row, ended; None leaves it out of the batch."""
     calls: bool = False
+    """Whether it yields Calls (an agent), and nothing else until its end."""
 
     def __post_init__(self) -> None:
         if type(self.max_turns) is not int or self.max_turns < 1:
@@ -128,15 +119,13 @@ class EnvironmentSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentDeclaration(EnvironmentSettings):
-    """What `@environment` takes.
-
-    name: how metrics call it; the function's own name by default.
-    tools: what the model's chat template is given: functions with type hints and a docstring that names each argument, or their
-        JSON schemas. The environment itself calls them.
-    """
+    """The arguments of `@environment`."""
 
     name: str | None = None
+    """The name in metrics; the function's own name by default."""
     tools: Sequence[Callable[..., Any] | Mapping[str, Any]] = ()
+    """Tools for the model's chat template: functions with type hints and a docstring that names each argument, or their JSON
+    schemas. The environment itself calls them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -154,7 +143,7 @@ def environment(function: EnvironmentFunction | None = None, /, **settings: Any)
 
 
 def settings_of(function: EnvironmentFunction, **defaults: Any) -> EnvironmentDeclaration:
-    """What `@environment` left on the function, else the defaults. defaults: of a kind of functions, in place of the usual."""
+    """The function's `@environment` arguments, else the defaults. defaults: of a kind of functions, in place of the usual."""
     given = getattr(function, GIVEN, {})
     return replace(
         declared(function, EnvironmentDeclaration), **{name: value for name, value in defaults.items() if name not in given}

@@ -1,4 +1,4 @@
-"""What a model wrote, read as a chat message that may call tools.
+"""A model's text, parsed as a chat message that may call tools.
 
 The text is parsed by transformers' `parse_response` and a response template, as TRL and `transformers serve` do it. A turn that
 cannot be parsed is a message without calls (`ParsedTurn.is_unparsed`), as there: it is counted.
@@ -43,11 +43,12 @@ class ToolCall(NamedTuple):
 
 @dataclass(frozen=True)
 class ParsedTurn:
-    """message: with `tool_calls` where there are some, each `{"type": "function", "function": {"name", "arguments"}}`.
-    is_unparsed: it could not be read so; its message is then the plain text."""
+    """A model's turn as a chat message."""
 
     message: Message
+    """With `tool_calls` where there are some, each `{"type": "function", "function": {"name", "arguments"}}`."""
     is_unparsed: bool = False
+    """Whether parsing failed; the message is then the plain text."""
 
     @property
     def calls(self) -> Sequence[Mapping[str, Any]]:
@@ -98,7 +99,7 @@ def tool_calls(text: str) -> list[ToolCall] | None:
 
 
 def read_turn(text: str, tools: Sequence[Tool], template: Mapping[str, Any] = TEMPLATE) -> ParsedTurn:
-    """What the model wrote, without its end-of-turn token. tools: those that it was shown; without any, nothing is a call."""
+    """The turn of a text without its end-of-turn token. tools: those that it was shown; without any, nothing is a call."""
     return parsed(text, tools, template) if tools else ParsedTurn({"role": "assistant", "content": text})
 
 

@@ -27,22 +27,25 @@ _EXPECTED = "text, a list of chat messages, Feedback or Score was expected"
 
 @dataclass(frozen=True)
 class Read:
-    """What the model is to read next; of a call its messages. score: of the turn before it, None for none."""
+    """The next input of the model; for a call, its messages."""
 
     content: Content
     score: float | None = None
+    """The score of the turn before it, None for none."""
     call: Call | None = None
 
 
 @dataclass(frozen=True)
 class EpisodeEnd:
-    """The end of an episode. score: None where the environment gave none. failure: why it has failed. turn_scores: as of
-    `Scores`."""
+    """The end of an episode."""
 
     reason: Reason
     score: Score | None = None
+    """None where the environment gave none."""
     failure: Failure | None = None
+    """Why it has failed."""
     turn_scores: tuple[float | None, ...] = ()
+    """As in `Scores`."""
 
     @classmethod
     def of(cls, failure: Failure) -> EpisodeEnd:
@@ -59,7 +62,7 @@ def no_turn(what: str = "ended") -> EpisodeEnd:
 
 
 def read_yield(value: Any, turn: int, max_turns: int, calls: bool = False) -> Read | EpisodeEnd:
-    """What a yielded value means after `turn` turns of the model. calls: as in `EnvironmentSettings`."""
+    """The meaning of a yielded value after `turn` turns of the model. calls: as in `EnvironmentSettings`."""
     if isinstance(value, Score):
         return _end(value, turn)
     if calls and isinstance(value, Scores):
@@ -89,7 +92,7 @@ def read_yield(value: Any, turn: int, max_turns: int, calls: bool = False) -> Re
 
 
 def read_return(turn: int, value: object = None) -> EpisodeEnd:
-    """What the end of the generator means after `turn` turns of the model. value: what it returned, which means nothing."""
+    """The end of an episode whose generator ended after `turn` turns of the model. value: returned, and without meaning."""
     if value is not None:
         return unreadable(f"returned {shown(value)}; a score is yielded: yield Score(...)")
     return EpisodeEnd("returned") if turn else no_turn()
@@ -114,7 +117,7 @@ def _call(call: Any, turn: int) -> Call | EpisodeEnd:
     if isinstance(messages, EpisodeEnd) or isinstance(tools, EpisodeEnd):
         return messages if isinstance(messages, EpisodeEnd) else tools
     assert not isinstance(messages, str)
-    most = call.max_tokens if call.max_tokens is not None and call.max_tokens < 1 << 31 else None  # what travels
+    most = call.max_tokens if call.max_tokens is not None and call.max_tokens < 1 << 31 else None  # larger ones do not travel
     return replace(call, messages=messages, tools=tuple(tools), max_tokens=most, stop=tuple(call.stop))
 
 
@@ -157,7 +160,7 @@ def _content(content: Any) -> Content | EpisodeEnd:
 
 
 def _json(value: list[Any], what: str, read: Callable[[list[Any]], Any] = list) -> Any:
-    """What is read of JSON data of bounded size, or how the episode ends. what: for messages."""
+    """The value read from JSON data of bounded size, or the episode's end. what: for messages."""
     try:
         written = json.dumps(value, ensure_ascii=False, allow_nan=False)
         plain, size = read(json.loads(written)), len(written.encode())

@@ -1,4 +1,4 @@
-"""What a group number means: its row, its prompt, its requests, its environment, and how completions become text."""
+"""The meaning of a group number: row, prompt, requests, environment, and how completions become text."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Environment:
-    """An environment and what it needs. max_length: of a rollout, in tokens behind the prompt."""
+    """An environment and what it needs."""
 
     spec: EnvironmentSpec
     pool: EpisodePool[RolloutKey]
     rendering: Renderer
     max_prompt_length: int
     max_length: int
+    """Limit of a rollout, in tokens behind the prompt."""
 
     @property
     def name(self) -> str:
-        """Of its score."""
+        """The name of its score."""
         return self.spec.name
 
     @property
@@ -58,10 +59,10 @@ class Environment:
 
 @dataclass(frozen=True)
 class Environments:
-    """The environments of a run. default: of rows whose source has none of its own; None: those have one turn. Several may have
-    one name: their scores are then one component of the reward."""
+    """The environments of a run. Several may have one name: their scores are then one component of the reward."""
 
     default: Environment | None = None
+    """For rows whose source has none of its own; None: those have one turn."""
     by_source: Mapping[str, Environment] = field(default_factory=dict)
 
     @property
@@ -69,7 +70,7 @@ class Environments:
         return (*(() if self.default is None else (self.default,)), *self.by_source.values())
 
     def of(self, columns: Mapping[str, Any]) -> Environment | None:
-        """Of a row with these columns."""
+        """The environment of a row with these columns."""
         return self.by_source.get(source_of(columns) or "", self.default)
 
     def scores(self, played_by: Environment | None, score: Score | None) -> dict[str, Score]:
@@ -93,11 +94,11 @@ NO_ENVIRONMENTS = Environments()
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a group number means: the same for every actor, and for an evaluation. rows: empty where they come while the run
-    goes on."""
+    """Maps group numbers to requests, alike for each actor and evaluation."""
 
     seed: int
     rows: Sequence[Row]
+    """Empty where they come while the run goes on."""
     generation: GenerationConfig
     tokenizer: PreTrainedTokenizerBase
     template: Template = PLAIN

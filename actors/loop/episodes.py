@@ -46,15 +46,18 @@ from async_rlhf.buffers.record import FinishReason, Score
 
 @dataclass(eq=False)
 class _StartedGroup:
-    """prompt, text, ids: the first observation of members that begin together, and as the model reads it."""
+    """A group whose members are being sampled."""
 
     row: Row
     seed: int
     environment: Environment | None
     members: Members[RolloutKey]
     prompt: Content | None = None
+    """The first observation of members that begin together."""
     text: str = ""
+    """That, as the model reads it."""
     ids: tuple[int, ...] = ()
+    """Its tokens."""
 
     @property
     def played_by(self) -> Environment:
@@ -64,17 +67,21 @@ class _StartedGroup:
 
 @dataclass(eq=False)
 class _Episode:
-    """observed: its first observation. waiting: what is to be read, until there is room. reason, score: of its end; None: that
-    of the last turn, and none. steps: of its environment."""
+    """A member of a group, until its end."""
 
     request: Request
     group: _StartedGroup
     transcript: Transcript = field(default_factory=Transcript)
     observed: Content = ""
+    """Its first observation."""
     waiting: deque[Read] = field(default_factory=deque)
+    """Input of the model, until there is room."""
     reason: FinishReason | None = None
+    """Why it ended; None: the reason of the last turn."""
     score: Score | None = None
+    """The score at its end, None for none."""
     steps: list[tuple[float, float]] = field(default_factory=list)
+    """Begin and end of its environment's steps."""
 
     @property
     def key(self) -> RolloutKey:
@@ -133,10 +140,10 @@ class Episodes:
         return self.poll()
 
     def poll(self) -> list[FinishedRollout]:
-        """What the environment has answered; nothing without one."""
+        """The rollouts finished by the environments' answers; none without an environment."""
         for event in [event for environment in self._environments.all for event in environment.pool.poll()]:
             episode = self._episodes.get(event.key)
-            if episode is not None and episode.state in PLAYED:  # else it was discarded
+            if episode is not None and episode.state in PLAYED:  # others were discarded
                 self._heard(episode, event)
                 self._begin_due(episode.group)
         self._flush()
@@ -188,7 +195,7 @@ class Episodes:
             self._go_on(episode)
 
     def _heard(self, episode: _Episode, event: Event[RolloutKey]) -> None:
-        """Of its environment."""
+        """Handles an event of the episode's environment."""
         if event.result is None:
             self._begin_again(episode)
             return
@@ -310,7 +317,7 @@ class Episodes:
         if state == "over":
             del self._episodes[episode.key]
             if episode.group.environment is not None:
-                self._released += episode.engine_keys  # what is held for a turn that will not come
+                self._released += episode.engine_keys  # their next turn will not come
             self._finished.append(self._rollout(episode))
         elif state == "unprompted":
             self._released += episode.engine_keys

@@ -30,18 +30,18 @@ _PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class Judging:
-    """What is sampled of every prompt, and what counts as solved.
-
-    judged: settings of the completions that are judged together, a greedy one or a group as in training; sampled: of further
-    ones, as many as fill such groups. solved_by: the score that decides what is solved, from `solved_at` on; empty: none.
-    composition: without running statistics, so that a reward means the same at the start and at the end of a run.
-    """
+    """The completions sampled of each prompt, and the criterion for solved ones."""
 
     composition: Composition
+    """Without running statistics, so that a reward means the same at the start and at the end of a run."""
     judged: Sequence[Sampling] = (GREEDY,)
+    """Settings of the completions that are judged together, a greedy one or a group as in training."""
     sampled: Sequence[Sampling] = ()
+    """Settings of further ones, as many as fill such groups."""
     solved_by: str = ""
+    """The score that decides whether a prompt is solved; empty: none."""
     solved_at: float = 1.0
+    """The least score of a solved one."""
 
     def place(self, key: RolloutKey) -> GroupMember:
         """The group that rewards receive: so many members, one behind the other."""
@@ -105,8 +105,8 @@ def evaluate(
     judging: Judging,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> dict[str, Any]:
-    """Of the rows of `context`, whose seed is the same for every weight set, so that all are given the same random numbers.
-    progress, raises: as `judge`.
+    """Evaluates the rows of `context`, with one seed and so the same random numbers for each weight set. progress, raises: as
+    `judge`.
 
     `mean_reward`, `accuracy`, `rewards` (scores by name, before weights) and `mean_length` are means over the completions that
     could be judged, None over none; `failed` counts the others, of `num_prompts` prompts. accuracy: share of solved ones among
@@ -162,8 +162,8 @@ def _by_source(keys: Sequence[RolloutKey], rows: Sequence[Row]) -> dict[str, lis
 def summary_of_samples(
     rewards: Sequence[float | None], solved: Sequence[Sequence[bool | None]], judging: Judging
 ) -> dict[str, Any]:
-    """Of sampled completions: their rewards, None where one could not be judged; of each prompt which solved it, None where
-    that is not known.
+    """The metrics of sampled completions. rewards: None for unjudged ones; solved: of each prompt's completions, None for
+    unknown.
 
     `mean_reward` of those that were judged; `failed` counts the others. `pass_at`: for k = 1, 2, 4, ... and all of them, the
     mean of `pass_at` over the prompts of which k could be judged (None: there is no such prompt).

@@ -47,24 +47,24 @@ class LengthBiasMonitor:
         self._fates += ((length, True) for length in lengths)
 
     def report(self, now: float) -> dict[str, float]:
-        """Of the window, as in `wire.Telemetry`, with the age of the oldest prompt begun and not yet decided, in seconds.
+        """The window's metrics, as in `wire.Telemetry`, with the age of the oldest undecided prompt, in seconds.
 
         mean_ratio: mean length trained over mean length dispatched. correlation: of length with being dropped (point-biserial),
         0 where all or none were. alarm: the correlation is positive and no accident. Nothing dispatched: ratio 1.
         """
         tokens, turns = np.array([length for length, _ in self._fates], np.float64).reshape(-1, 2).T
         dropped = np.array([fate for _, fate in self._fates], np.bool_)
-        found = {"oldest_group_age": max((now - begun for begun in self._begun.values()), default=0.0)}
+        metrics = {"oldest_group_age": max((now - begun for begun in self._begun.values()), default=0.0)}
         for kind, lengths in (("selection", tokens), ("selection_turns", turns)):
             varies = len(lengths) and lengths.std() > 0 and dropped.std() > 0
             correlation = float(np.corrcoef(lengths, dropped)[0, 1]) if varies else 0.0
             is_known = not dropped.all() and lengths.any()
-            found |= {
+            metrics |= {
                 f"{kind}_mean_ratio": float(lengths[~dropped].mean() / lengths.mean()) if is_known else 1.0,
                 f"{kind}_correlation": correlation,
                 f"{kind}_alarm": float(correlation > 0 and _is_no_accident(correlation, len(lengths))),
             }
-        return found
+        return metrics
 
 
 def _is_no_accident(correlation: float, count: int) -> bool:

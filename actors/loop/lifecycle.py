@@ -48,11 +48,13 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Member:
-    """num_writing: turns that are being written. is_trained: whether a turn of it is trained on."""
+    """A member of a group."""
 
     state: State
     num_writing: int = 0
+    """Turns that are being written."""
     is_trained: bool = False
+    """Whether one of its turns is trained on."""
 
     def after(self, event: Event, trained: bool = False) -> Member:
         """trained: of a turn that begins, whether it is trained on."""

@@ -1,4 +1,4 @@
-"""What the model reads before its next turn, and how much it may write. Pure, given a tokenizer."""
+"""The model's input before its next turn, and its token budget. Pure, given a tokenizer."""
 
 from __future__ import annotations
 

@@ -19,32 +19,37 @@ from async_rlhf.buffers.record import Int32Array, Rollout, Score, Span
 
 @dataclass(frozen=True)
 class FinishedRollout:
-    """A rollout that has ended.
-
-    rollout: what goes into the record, behind its own prompt; scores, reference and timings come with `judged`. prompt,
-    prompt_ids: the first observation, or the row's ids and no text; of an agent no text. turns: what the model wrote, in time;
-    last: the last of them that is trained on. num_sampled: tokens of all. anew: what was read where a row began anew. messages:
-    the conversation of the last turn, is_chat: as such; num_prompt: of them before the first turn. score: the environment's.
-    steps: when the environment worked on it, (began, ended) in seconds since the epoch.
-    """
+    """A rollout that has ended."""
 
     key: RolloutKey
     rollout: Rollout
+    """For the record, behind its own prompt; `judged` adds scores, reference and timings."""
     prompt_ids: tuple[int, ...]
+    """Tokens of the first observation, or of the row's prompt."""
     turns: tuple[str, ...]
+    """The model's texts, in the order of time."""
     prompt: str = ""
+    """The first observation; empty for the row's prompt and for an agent."""
     anew: tuple[Content, ...] = ()
+    """The inputs with which a row began anew."""
     messages: Sequence[Message] = ()
+    """The conversation of the last turn."""
     num_prompt: int = 0
+    """Number of messages before the first turn."""
     is_chat: bool = True
+    """Whether the conversation is a chat."""
     score: Score | None = None
+    """The environment's."""
     steps: tuple[tuple[float, float], ...] = ()
+    """Begin and end of the environment's steps, in seconds since the epoch."""
     last: int = -1
+    """Index of the last trained turn."""
     num_sampled: int = 0
+    """Sampled tokens of all turns."""
 
     @property
     def answer(self) -> str:
-        """What rewards are given as the completion."""
+        """The completion as rewards get it."""
         return self.turns[self.last]
 
     def fields(self, row: Row, template: Template = PLAIN) -> dict[str, Any]:

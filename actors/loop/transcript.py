@@ -37,29 +37,36 @@ from async_rlhf.buffers.record import FinishReason, Rollout, SamplingMask, Span,
 
 @dataclass(eq=False)
 class Turn:
-    """One of the model's, with what it reads before.
-
-    conversation: its number; an environment that is no agent has one. row: numbered as they begin. content: what is read, as
-    the environment gave it; ids: tokens of that, of a new row its whole prompt. tools: those of its conversation. trained:
-    whether it is trained on. wrote, text: None and "" until it has ended. behind: tokens between the prompt of its row and
-    what is sampled; most: tokens that may be. number, rank: see the module docstring; without another beside it, how many
-    turns began before. digest: of all that it reads. score: the environment's, once it has one.
-    """
+    """A turn of the model, with its input before."""
 
     conversation: int
+    """Its number; an environment that is no agent has one."""
     row: int
+    """Its number, in the order in which rows begin."""
     content: Content
+    """The input, as the environment gave it."""
     ids: tuple[int, ...]
+    """Tokens of the input; in a new row, of its whole prompt."""
     tools: Sequence[Mapping[str, Any]] = ()
+    """The tools of its conversation."""
     trained: bool = True
+    """Whether it is trained on."""
     wrote: Completion | None = None
+    """None until it has ended."""
     text: str = ""
+    """Empty until it has ended."""
     behind: int = 0
+    """Tokens between the prompt of its row and its sampled tokens."""
     most: int = 0
+    """Largest allowed number of sampled tokens."""
     number: int = 0
+    """See the module docstring; without parallel turns, how many turns began before."""
     rank: int = 0
+    """See the module docstring; without parallel turns, as `number`."""
     digest: int = 0
+    """Digest of all that it reads."""
     score: float | None = None
+    """The environment's, once it has one."""
 
 
 class Transcript:
@@ -108,7 +115,7 @@ class Transcript:
         return first.ids, tuple(behind)
 
     def begin(self, turn: Turn) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What it reads, at least one token; returns the row that the engine goes on from."""
+        """Begins a turn of at least one token; returns the row that the engine continues."""
         before, unfinished = len(self.turns), self.unfinished
         assert turn.ids and all(other.conversation != turn.conversation for other in unfinished)
         self._is_parallel = self._is_parallel or bool(unfinished)
@@ -123,7 +130,7 @@ class Transcript:
         return prompt_ids, behind
 
     def end(self, row: int, wrote: Completion, text: str) -> Turn:
-        """What the model wrote in the turn of a row."""
+        """Ends the turn of a row with the model's completion."""
         turn = next(turn for turn in self.unfinished if turn.row == row)
         turn.wrote, turn.text = wrote, text
         self.length += len(wrote.token_ids)
@@ -151,7 +158,7 @@ class Transcript:
         trained = [turn for row in rows for turn in row if turn.trained]
         sampled = [turn.wrote for turn in trained if turn.wrote is not None]
         masks = [wrote.sampling_mask for wrote in sampled if wrote.sampling_mask is not None]
-        wholes = [None if row[-1].wrote is None else row[-1].wrote.routing for row in rows]  # of its last turn: of the row
+        wholes = [None if row[-1].wrote is None else row[-1].wrote.routing for row in rows]  # the last turn's covers the row
         routings = [routing for routing in wholes if routing is not None]
         parts = list(_parts(rows))
         ids, spans = [id for ids, _ in parts for id in ids], _merged(span for _, spans in parts for span in spans)
@@ -199,7 +206,7 @@ def _parts(rows: Sequence[Sequence[Turn]]) -> Iterator[tuple[Sequence[int], Sequ
 
 
 def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """What was read in one go, whoever wrote it, is one span."""
+    """The spans, with adjacent ones that were read, not sampled, merged into one."""
     merged: list[Span] = []
     for span in spans:
         if merged and span.version is None and merged[-1].version is None:

@@ -170,7 +170,7 @@ class Worker:
         if busy:
             self._decoding.stepped(began)
             for group in self._open.values():
-                if len(group.finished) < self._group_size:  # what waits for a slot waits for what has one
+                if len(group.finished) < self._group_size:  # members without a slot wait for those that have one
                     group.sampled = self._engine.progress
         return ended
 
@@ -203,7 +203,7 @@ class Worker:
             return
         differences = np.abs(self._engine.probe(weights.canary.ids) - np.array(weights.canary.logprobs, np.float32))
         self._canary_drift = float(differences.max())
-        if not self._canary_drift <= self._canary_tolerance:  # not a number is no agreement
+        if not self._canary_drift <= self._canary_tolerance:  # NaN counts as drift
             raise WeightsError(
                 f"version {weights.version}: engine and learner differ by {self._canary_drift:.3g} nats on the same probe "
                 f"under the same weights, the limit is {self._canary_tolerance:.3g} (engine.canary_limit). "

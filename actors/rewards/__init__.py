@@ -1,4 +1,4 @@
-"""What a user writes: rewards, how they are named, and how another process imports them.
+"""Rewards, which users write: their form, how they are named, and how another process imports them.
 
 A reward is an ordinary function. The canonical form names what it needs:
 

@@ -1,4 +1,4 @@
-"""What one call of a reward came to, and how what it returned is read. Plain data: it crosses processes."""
+"""The result of one call of a reward, and how its return value is read. Plain data: it crosses processes."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ class Logprobs(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A value, None for not applicable, or why it failed.
-
-    logprobs: float32 [T], of a stage that judges tokens and has no value. began, ended: when the call ran, in seconds since the
-    epoch; 0 where it is unknown.
-    """
+    """A value, None for not applicable, or why it failed."""
 
     value: float | None
     failure: Failure | None = None
     metrics: Mapping[str, float] = {}
     began: float = 0.0
+    """Start of the call, in seconds since the epoch; 0: unknown."""
     ended: float = 0.0
+    """Its end, likewise."""
     logprobs: Float32Array | None = None
+    """float32 [T], from a stage that judges tokens and has no value."""
 
     @property
     def seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""What rewards and teachers behind an OpenAI-compatible HTTP interface share: a request, its key, and which errors may pass.
+"""Shared by rewards and teachers behind an OpenAI-compatible HTTP interface: a request, its key, and which errors may pass.
 
 The caller limits the time of a request.
 """

@@ -42,19 +42,18 @@ _FIX = "another process cannot import it; define it with 'def' at the top level 
 
 @dataclass(frozen=True)
 class RewardSpec(RewardSettings):
-    """A reward by name, and how it is called. Plain data.
-
-    target: `package.module:name`, `/absolute/file.py:name` or the name of a built-in, behind `FORM:` where the form is given.
-    fields: the fields and columns its calls can use, None for all. options: values of its other parameters.
-    holds_model: its processes load something before the first call (`prepare`), whose size only it knows.
-    """
+    """A reward by name, and how it is called. Plain data."""
 
     name: str
     target: str
+    """`package.module:name`, `/absolute/file.py:name` or the name of a built-in, behind `FORM:` where the form is given."""
     kind: Literal["sync", "async"]
     fields: tuple[str, ...] | None = None
+    """The fields and columns its calls can use, None for all."""
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Values of its other parameters."""
     holds_model: bool = False
+    """Whether its processes load something of unknown size before the first call (`prepare`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -159,7 +158,7 @@ def _checked(
         signature.fields,
         chosen,
         settings.prepare is not None,
-        **{each.name: getattr(settings, each.name) for each in dataclass_fields(RewardSettings)},
+        **{field.name: getattr(settings, field.name) for field in dataclass_fields(RewardSettings)},
     )
 
 
@@ -263,7 +262,7 @@ def split_form(target: str, forms: Collection[str]) -> tuple[str, str]:
 
 
 def found_in(place: str, name: str, kind: str, target: str, error: type[AsyncRLHFError] = RewardError) -> Any:
-    """What `name` is at the top level of `place`, a module or a file. kind, target: what errors call it.
+    """The object `name` at the top level of `place`, a module or a file. kind, target: its names in errors.
 
     Raises the error for what cannot be imported, and for a name that is not there.
     """
@@ -280,7 +279,7 @@ def found_in(place: str, name: str, kind: str, target: str, error: type[AsyncRLH
 
 
 def attribute(module: ModuleType, name: str) -> Any:
-    """What a dotted name leads to, None for nothing."""
+    """The object at a dotted name, None if it does not exist."""
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)

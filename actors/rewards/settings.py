@@ -61,7 +61,7 @@ def declares(declaration: Callable[Parameters, Any]) -> Callable[[Callable[..., 
 
 
 def declared(function: Callable[..., Any], declaration: type[Declared]) -> Declared:
-    """What its decorator left on the function, else the defaults."""
+    """The arguments of the function's decorator, else the defaults."""
     found = getattr(function, SETTINGS, None)
     return found if isinstance(found, declaration) else declaration()
 
@@ -95,50 +95,47 @@ TRANSIENT: tuple[type[BaseException], ...] = (TransientError, ConnectionError, T
 
 @dataclass(frozen=True)
 class Stream:
-    """Incremental scoring: how a reward reads unfinished completions, in the process that will score them.
-
-    prefetch: called with the arguments of the reward, completions as far as they are written. Both also get `stream_ids`, which
-        name completions from call to call; None in the reward's is one without a prefetch.
-    forget: called with the `stream_ids` of completions that will not be scored, and the reward's options.
-    check: called with the reward's options before a run starts; raises ConfigError where incremental scoring is impossible.
-    """
+    """Incremental scoring: how a reward reads unfinished completions, in the process that will score them."""
 
     prefetch: Callable[..., object]
+    """Called with the arguments of the reward, completions as far as they are written. Both also get `stream_ids`, which name
+    completions from call to call; None in the reward's is one without a prefetch."""
     forget: Callable[..., object]
+    """Called with the `stream_ids` of completions that will not be scored, and the reward's options."""
     check: Callable[..., object] | None = None
+    """Called with the reward's options before a run starts; raises ConfigError where incremental scoring is impossible."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSettings:
-    """How a reward is called. Plain data.
-
-    scope: "completion", or "group" for a function that judges all completions of a prompt together: `completions`,
-        `completion_ids` and `finish_reasons` are then lists, everything else is the prompt's, and a list is returned.
-    weight: its weight in the sum, where `rewards.weights` gives none.
-    timeout_s: seconds one call may take; `scoring.timeout_s` by default. Waiting in the queue does not count.
-    retries: retries of a call after one of the errors in `retry_on` (a time-out among them by default), or
-        `TransientError`; after 0.5, 1, 2, ... seconds, or what the error asks for.
-    max_concurrency, requests_per_minute, tokens_per_minute: calls at once and in any 60 seconds, of one actor. Tokens are
-        the prompt's and the completion's, or what the call reports as metric `tokens`.
-    batch_size, batch_wait_s: a function that takes lists (`prompts`, `completions`, columns) is given up to so many
-        completions at once, gathered for at most so long.
-    workers: processes of its own for a synchronous reward; 0 shares those of `scoring.workers`.
-    stop_when: texts after which nothing more need be written (`("</answer>",)`); they are added to `generation.stop`.
-    stream_tokens: incremental scoring each time a completion has grown by so many tokens; 0: none.
-    """
+    """How a reward is called. Plain data."""
 
     scope: Scope = "completion"
+    """"completion", or "group" for a function that judges all completions of a prompt together: `completions`, `completion_ids`
+    and `finish_reasons` are then lists, everything else is the prompt's, and a list is returned."""
     weight: float = 1.0
+    """Weight in the sum, where `rewards.weights` gives none."""
     timeout_s: float | None = None
+    """Seconds one call may take; `scoring.timeout_s` by default. Waiting in the queue does not count."""
     retries: int = 0
+    """Retries of a call after one of the errors in `retry_on` (a time-out among them by default), or `TransientError`; after
+    0.5, 1, 2, ... seconds, or the time that the error asks for."""
     max_concurrency: int | None = None
+    """Calls of one actor at once."""
     requests_per_minute: int | None = None
+    """Calls of one actor in any 60 seconds."""
     tokens_per_minute: int | None = None
+    """Likewise, tokens of prompt and completion, or the call's metric `tokens`."""
     batch_size: int = 1
+    """Most completions in one call of a function that takes lists (`prompts`, `completions`, columns)."""
     batch_wait_s: float = 0.01
+    """Longest time for which these are gathered."""
     workers: int = 0
+    """Processes of its own for a synchronous reward; 0 shares those of `scoring.workers`."""
     stop_when: tuple[str, ...] = ()
+    """Texts after which nothing more need be written (`("</answer>",)`); they are added to `generation.stop`."""
     stream_tokens: int = 0
+    """Incremental scoring each time a completion has grown by this number of tokens; 0: none."""
 
     def __post_init__(self) -> None:
         for name, least in _COUNTS.items():
@@ -162,20 +159,18 @@ class RewardSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardDeclaration(RewardSettings):
-    """What `@reward` takes: the settings, and functions that stay in the process.
-
-    name: how scores and metrics call the reward; the function's own name by default.
-    retry_on: errors after which a call is retried.
-    check: called with the reward's options before a run starts; raises ConfigError for what cannot work.
-    prepare: called with the reward's options in each process that will call it, before the first call; models load here.
-    stream: incremental scoring (`Stream`), used where `stream_tokens` is above 0.
-    """
+    """The arguments of `@reward`: the settings, and functions that stay in the process."""
 
     name: str | None = None
+    """The name in scores and metrics; the function's own name by default."""
     retry_on: tuple[type[BaseException], ...] = TRANSIENT
+    """Errors after which a call is retried."""
     check: Callable[..., object] | None = None
+    """Called with the reward's options before a run starts; raises ConfigError for those that cannot work."""
     prepare: Callable[..., object] | None = None
+    """Called with the reward's options in each process that will call it, before the first call; models load here."""
     stream: Stream | None = None
+    """Incremental scoring (`Stream`), used where `stream_tokens` is above 0."""
 
 
 @declares(RewardDeclaration)
@@ -187,5 +182,5 @@ def reward(function: RewardFunction | None = None, /, **settings: Any) -> None:
 
 
 def settings_of(function: RewardFunction) -> RewardDeclaration:
-    """What `@reward` left on the function, else the defaults."""
+    """The function's `@reward` arguments, else the defaults."""
     return declared(function, RewardDeclaration)

@@ -37,11 +37,14 @@ ALTERNATIVES = "__reward_alternatives__"
 
 @dataclass(frozen=True)
 class Signature:
-    """The parameters of a function. required, optional: parameter names as written; any_column: it takes `**columns`."""
+    """The parameters of a function."""
 
     required: tuple[str, ...]
+    """Parameter names as written."""
     optional: tuple[str, ...]
+    """Likewise."""
     any_column: bool
+    """Whether it takes `**columns`."""
     form: Literal["one", "list", "group"]
     is_async: bool
     alternatives: tuple[tuple[str, ...], ...] = ()

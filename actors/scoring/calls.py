@@ -138,7 +138,7 @@ class RewardCalls:
             self._stopped()
         elif isinstance(came, Lost):
             self._begin(came.id, self._running[came.id][0])  # its process ended for another's reason
-        elif came.id in self._running:  # else a second answer: the call was given up just as it ended
+        elif came.id in self._running:  # a second answer comes when a call ends just as it is given up
             call, batch = self._running.pop(came.id)
             self._ended(call, batch, answers_of(came))
             self._advance(call.name)

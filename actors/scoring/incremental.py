@@ -30,7 +30,7 @@ class TextSample(NamedTuple):
 
 
 class ReadState(NamedTuple):
-    """What is known of a completion at its end. hidden: [P, C] of its last tokens; known: of those read before its end."""
+    """The state of a completion at its end. hidden: [P, C] of its last tokens; known: of those read before its end."""
 
     sample: TextSample
     hidden: torch.Tensor
@@ -41,7 +41,7 @@ Result = TypeVar("Result", covariant=True)
 
 
 class Head(Protocol[Result]):
-    """What one kind of model adds to reading."""
+    """The part of reading that differs by kind of model."""
 
     @property
     def model(self) -> Decoder: ...
@@ -50,7 +50,7 @@ class Head(Protocol[Result]):
         """The ids to read of each; None for one that cannot be read incrementally."""
 
     def absorb(self, known: Float32Array, sample: TextSample, hidden: torch.Tensor) -> Float32Array:
-        """What is to be kept of an unfinished completion beside keys and values."""
+        """The values to keep of an unfinished completion, beside keys and values."""
 
     def finish(self, batch: Sequence[ReadState]) -> list[Any]: ...
 

@@ -115,7 +115,7 @@ def _check_stream(path: str = "", cache_bytes: int = _CACHE_BYTES, **others: Any
 
 
 def _read(prompts: list[Any], completions: list[Any], model_prompt: list[Any] | None) -> tuple[list[Any], list[Any]]:
-    """What the policy read, and what it then wrote: of an episode all up to its last turn, and that turn."""
+    """The policy's input, and its output: for an episode, all before its last turn, and that turn."""
     if model_prompt is None:
         return prompts, completions
     return model_prompt, [each if isinstance(each, str) else each[-1:] for each in completions]
@@ -252,7 +252,7 @@ def reference(
     masks = [None if own is None else _sampling_mask(*own) for own in given]
     cut = list(map(_cut, _samples(prompt_ids, completion_ids, masks), row_pieces or [None] * len(completion_ids)))
     samples = [sample for own in cut for sample in own]
-    if stream_ids is not None:  # what was read ahead is of the first piece
+    if stream_ids is not None:  # prefetches belong to the first piece
         streams = [stream for first, own in zip(stream_ids, cut, strict=True) for stream in (first, *(None for _ in own[1:]))]
         found = (
             _ReferenceOptions(path, temperature, restricted, device, dtype, threads, cache_bytes)
@@ -299,7 +299,7 @@ def _cut(sample: TextSample, row_pieces: Sequence[Sequence[int]] | None) -> list
 
 
 def _joined(found: Sequence[Logprobs], pieces: Sequence[TextSample]) -> Logprobs:
-    """Of the whole completion, from those of its pieces."""
+    """The log-probabilities of the whole completion, joined from its pieces."""
     values = [found[0].values]
     for each, piece in zip(found[1:], pieces[1:], strict=True):
         values += [np.zeros(len(piece.prompt), np.float32), each.values]

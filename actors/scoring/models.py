@@ -116,7 +116,7 @@ class ReferenceModel:
 
     @torch.inference_mode()
     def read(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Of each completion [T, C]: what the model made of the token before each of its tokens."""
+        """The hidden states of each completion [T, C], each of the position before a token."""
         texts = [[*prompt, *completion[:-1]] for prompt, completion in zip(prompts, completions, strict=True)]
         width = max(map(len, texts))
         # Padding stands on the right, where nothing before it looks.

@@ -300,7 +300,7 @@ class ScoringPool(Generic[Key]):
 def fields_of(
     row: Row, prompt_ids: Sequence[int], completion: Rollout | Partial, text: str, template: Template = PLAIN
 ) -> dict[str, Any]:
-    """What rewards get in training and in evaluation alike, as plain data: the row's columns, and over them `rewards.FIELDS`.
+    """The inputs of rewards, in training and in evaluation, as plain data: the row's columns, and over them `rewards.FIELDS`.
 
     An unfinished completion has no `finish_reason`. template: with which the row became what the model read.
     """

@@ -47,7 +47,7 @@ class Decoder(Protocol):
 
 @dataclass(eq=False)
 class CachedPrefix:
-    """Of one text. ids: its tokens so far; keys, values: of each layer [H, T, D]."""
+    """The cache of one text. ids: its tokens so far; keys, values: of each layer [H, T, D]."""
 
     ids: list[int] = field(default_factory=list)
     keys: list[torch.Tensor] = field(default_factory=list)
@@ -202,7 +202,7 @@ class PrefixCache:
             self._of[name] = None
 
     def _readers(self, texts: Mapping[int, Text]) -> dict[Hashable, CachedPrefix]:
-        """Of each prompt, the text that has read it or is the first to: the others copy its prefix."""
+        """By prompt, the text that has read it or reads it first: the others copy its prefix."""
         readers: dict[Hashable, CachedPrefix] = {}
         for name, own in self._of.items():
             if own is not None and own.ids:
@@ -224,7 +224,7 @@ def alike(texts: Iterable[Text]) -> Iterator[list[Text]]:
 
 
 class _Pass(Cache):  # type: ignore[misc]  # transformers ships without types
-    """What the attention layers of one pass see: each chunk behind its cached prefix, which grows by it."""
+    """The cache of one pass: its layers see each chunk behind its cached prefix, which it extends."""
 
     def __init__(self, cached: Sequence[CachedPrefix], chunks: Sequence[PrefillChunk], length: int) -> None:
         super().__init__(layers=[])

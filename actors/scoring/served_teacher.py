@@ -53,7 +53,7 @@ def other_texts(path: str, texts: Mapping[int, str], api_key_env: str) -> list[t
 def _told(
     path: str, texts: Sequence[Sequence[int]], api_key_env: str, read: Callable[[Any], Told], limit_s: float | None = None
 ) -> list[list[Told]]:
-    """What is read of the server's word on each token of each text but the first. Raises as `logprobs`."""
+    """The values read from the server's answer for each token of each text but the first. Raises as `logprobs`."""
     address, _, model = path.partition("#")
     url = f"{address.rstrip('/')}/completions"
     request = {"prompt": texts, "max_tokens": 1, "prompt_logprobs": 0, **({"model": model} if model else {})}

@@ -13,7 +13,7 @@ from async_rlhf.buffers.model_directory import from_pretrained
 
 
 def read_model(model_dir: str, read: Callable[[Path], PreTrainedModel]) -> PreTrainedModel:
-    """What `read` makes of the directory. Raises ConfigError where that holds no causal language model."""
+    """The model that `read` loads. Raises ConfigError for a directory without a causal language model."""
     if not (Path(model_dir) / "config.json").is_file():
         raise ConfigError(f"model {model_dir!r} is no model directory: it has no config.json; give a local directory")
     try:

@@ -139,7 +139,7 @@ def _check_adapters(model: torch.nn.Module, tensors: Mapping[str, RawTensor], ba
         shape = tuple(parameters[name].shape)
         b, a = (tensors.get(name + end) for end in (B, A))
         if a is None or b is None or not _is_adapter(a, b, shape):
-            got = " x ".join("nothing" if each is None else f"{each.dtype} {each.shape}" for each in (b, a))
+            got = " x ".join("nothing" if tensor is None else f"{tensor.dtype} {tensor.shape}" for tensor in (b, a))
             raise WeightsError(
                 f"parameter {name}: got the adapter {got}, the model has {shape} and wants float32; publish adapters of the "
                 "model the engine was started with"

@@ -18,19 +18,21 @@ from async_rlhf.buffers.errors import ConfigError
 
 @dataclass(frozen=True)
 class PaddedChunks:
-    """ids, positions: int64 [K, P], right padded; a padded position repeats the last. length: columns seen, T.
-
-    place, origin: int64 [2, W], row and column that each token is written into, and its chunk and its place in that. Padding is
-    left out: its columns may be another token's, or beyond the buffer. sources: int64 [K], the row each chunk reads; None where
-    every chunk begins its row, and attention among the new tokens is all there is.
-    """
+    """Chunks of several rows in one pass."""
 
     ids: torch.Tensor
+    """int64 [K, P], right padded."""
     positions: torch.Tensor
+    """int64 [K, P], right padded; a padded position repeats the last."""
     length: int
+    """Columns seen, T."""
     place: torch.Tensor
+    """int64 [2, W], row and column that each token is written into. Padding is left out: its columns may be another token's, or
+    beyond the buffer."""
     origin: torch.Tensor
+    """int64 [2, W], the chunk of each token and its place in that."""
     sources: torch.Tensor | None
+    """int64 [K], the row each chunk reads; None where every chunk begins its row, and attends to its own tokens alone."""
 
     @classmethod
     def of(cls, chunks: Sequence[PrefillChunk], device: torch.device) -> PaddedChunks | None:

@@ -114,7 +114,7 @@ class TorchEngine:
 
     @property
     def cache_bytes(self) -> int:
-        """Of keys and values of all rows, what is held between turns left out."""
+        """Bytes of keys and values of all rows, without those held between turns."""
         return self._cache.num_bytes
 
     @property

@@ -118,7 +118,7 @@ class KeptPositions:
             array[targets] = array[sources]
 
     def keep(self, row: int) -> tuple[Integers, ...]:
-        """What lies where in a row, to be put into another later."""
+        """A copy of a row's state, to be put into another row later."""
         return tuple(array[row].copy() for array in self._state)
 
     def put(self, row: int, kept: Sequence[Integers]) -> None:

@@ -230,11 +230,11 @@ class LlamaForward(Forward):
     def _before(
         self, layer: _Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of a layer, up to attention: [S, C] -> q [S, H, D], k and v [S, J, D] as they are kept."""
+        """The part of a layer before attention: [S, C] -> q [S, H, D], k and v [S, J, D] as they are kept."""
         return self._rotated(layer.qkv(self._normed(x, layer.norm)), cos, sin)
 
     def _after(self, layer: _Layer, x: torch.Tensor, attended: torch.Tensor) -> None:
-        """Of a layer, from attention [S, H D] on: x [S, C] in place, since fresh memory costs more than arithmetic on
+        """The part of a layer after attention [S, H D]: x [S, C] in place, since fresh memory costs more than arithmetic on
         tensors of this size."""
         x.add_(layer.out(attended))
         gate, up = layer.gate_up(self._normed(x, layer.post_norm)).chunk(2, dim=-1)

@@ -127,7 +127,7 @@ class InvariantLlamaForward(LlamaForward):
                 # Of the others only the keys and values are wanted, and the last of them are stored.
                 x, attended, sizes = _padded(x, sum(wanted)), _padded(attended, sum(wanted)), wanted
             for block, of_block in zip(_split(x, sizes), _split(attended, sizes), strict=True):
-                self._after(layer, block, of_block if len(sizes) == 1 else of_block.clone())  # where memory begins counts too
+                self._after(layer, block, of_block if len(sizes) == 1 else of_block.clone())  # alignment matters too
         return _joined([self._head(self._normed(block, self._norm)) for block in _split(x, sizes)])[:num_wanted]
 
     def _row_groups(self, positions: Sequence[int]) -> Iterator[_PieceGroup]:
@@ -225,7 +225,7 @@ class InvariantLlamaForward(LlamaForward):
     def _within(
         self, num_values: int, queries: torch.Tensor, row_keys: torch.Tensor, row_values: torch.Tensor, mask: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of a block of T columns: what is attended to [M, L G, D], the scores and the weights, [M, L G, T]."""
+        """Attention in a block of T columns: the output [M, L G, D], the scores and the weights, [M, L G, T]."""
         scores = torch.baddbmm(mask, queries, self._widened(row_keys).transpose(1, 2), alpha=self._width**-0.5)
         weights = scores.softmax(dim=-1)
         row_values = self._widened(row_values)

@@ -90,7 +90,7 @@ def find_max_places(model: PreTrainedModel, kv_bytes: int, kv_budget: int | None
 def find_kv_policy(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: TorchEngineConfig
 ) -> KVPolicy | None:
-    """Of this model and its tokens; None where all keys and values stay. Raises ConfigError."""
+    """The KV policy for this model and its tokens; None where all keys and values stay. Raises ConfigError."""
     if (kv := config.kv).budget is None:
         return None
     for refusal in config.window_refusals(attention_of(model.config).window, str(model.config.get_text_config().model_type)):

@@ -79,7 +79,7 @@ class ReservedCache(RowCache):
 
     @property
     def num_bytes(self) -> int:
-        """Of the columns that may have been written."""
+        """Bytes of the columns that may have been written."""
         a_column = sum(each.element_size() * each.shape[1] * each.shape[3] for each in self.buffers)
         return int(self._written.sum()) * a_column
 

@@ -1,5 +1,5 @@
-"""What the host keeps about every running row: counters, settings, random numbers, and the tokens sampled so far; and what is
-left of a row that was sent back (`RowProgress`) or whose turn may be continued (`Hold`).
+"""The host's state of each running row: counters, settings, random numbers, and sampled tokens; also of a row that was sent
+back (`RowProgress`) or whose turn may be continued (`Hold`).
 
 `Rows` is a structure of arrays, so that one step touches every row with a handful of numpy operations and no Python loop. It
 never holds a torch tensor and never decides anything; the engine owns it and keeps it in step with the scheduler.
@@ -34,12 +34,16 @@ _SAMPLING = np.dtype(
 
 @dataclass(frozen=True)
 class RowProgress:
-    """token_ids: int32 [T]; logprobs: float32 [T]; spans cover all T tokens; sampling_masks: int32 ids of each, or empty."""
+    """The sampled tokens of a row that was sent back."""
 
     token_ids: Int32Array
+    """int32 [T]."""
     logprobs: Float32Array
+    """float32 [T]."""
     spans: tuple[Span, ...]
+    """They cover all T tokens."""
     sampling_masks: tuple[Int32Array, ...] = ()
+    """int32 ids of each token, or empty."""
 
 
 class Rows:
@@ -137,7 +141,7 @@ class Rows:
             self._spans[row] = self._all_spans(row, version)
 
     def progress(self, row: int, version: int) -> RowProgress:
-        """What a row has sampled, copied out of the arrays, to be admitted again later."""
+        """The sampled tokens of a row, copied out of the arrays, so that it can be admitted again."""
         count = int(self.counts[row])
         return RowProgress(
             token_ids=self._tokens[row, :count].copy(),
@@ -147,7 +151,7 @@ class Rows:
         )
 
     def completion(self, row: int, request: Request, version: int, finish_reason: FinishReason) -> Completion:
-        """What a finished row produced, copied out of the arrays; `version` are the present weights."""
+        """The completion of a finished row, copied out of the arrays; `version`: the present weights."""
         progress = self.progress(row, version)
         return Completion(
             key=request.key,
@@ -216,17 +220,19 @@ class Stopping:
 
 @dataclass(eq=False)
 class Hold:
-    """ids: all tokens of the row, int [T]; number: its place in the order of submission.
-
-    version: the oldest weights that computed the cache. cache: keys and values of the first T - 1 tokens (the last one is the
-    first that a continuation computes), empty once they were evicted. num_places: columns of a cache that they fill.
-    """
+    """The state of a row after a turn."""
 
     ids: tuple[int, ...]
+    """All tokens of the row, int [T]."""
     number: int
+    """Its place in the order of submission."""
     version: int
+    """The oldest weights that computed the cache."""
     cache: tuple[Any, ...]
+    """Keys and values of the first T - 1 tokens (the last one is the first that a continuation computes), empty once
+    evicted."""
     num_places: int
+    """Columns of a cache that they fill."""
 
 
 class Holds:
@@ -252,7 +258,7 @@ class Holds:
             oldest.cache = ()
 
     def continued_by(self, request: Request) -> Hold | None:
-        """What this request continues; it stays held until it is released. What it does not continue is forgotten."""
+        """The hold that this request continues, kept until released. A hold that it does not continue is dropped."""
         if (held := self._held.get(request.key)) is None:
             return None
         before, hold = held

@@ -25,7 +25,7 @@ from async_rlhf.actors.torch_engine.rows import Hold, Holds, RowProgress
 
 
 class Size(NamedTuple):
-    """Of running rows: how many, tokens of the longest, and of all."""
+    """The size of the running rows: their number, tokens of the longest, and of all."""
 
     num_rows: int = 0
     longest: int = 0
@@ -45,15 +45,13 @@ NO_ROWS = Size()
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Known tokens to compute at positions `start`, `start + 1`, ..., for all `rows` alike (they share what is before).
-
-    sampled: from the end of a prompt on, in a row that was sent back or has a context; else all of them are a prompt's.
-    """
+    """Known tokens to compute at positions `start`, `start + 1`, ..., for all `rows` alike (they share the tokens before)."""
 
     ids: tuple[int, ...]
     start: int
     rows: tuple[int, ...]
     sampled: bool = False
+    """Whether they follow a prompt, in a row that was sent back or has a context; else all are a prompt's."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +65,15 @@ class Copy:
 
 @dataclass(frozen=True)
 class RowAdmission:
-    """A request enters `row`, for the first time or with what it had sampled before it was sent back.
-
-    version: the oldest weights that its prefix is, or was, computed with. cache: keys and values that
-    were held of the row that it continues.
-    """
+    """A request enters `row`, for the first time or with the tokens it had sampled before it was sent back."""
 
     row: int
     request: Request
     version: int
+    """The oldest weights that its prefix is, or was, computed with."""
     progress: RowProgress | None = None
     cache: tuple[Any, ...] = ()
+    """Held keys and values of the row that it continues."""
 
     @property
     def last_token(self) -> int:
@@ -86,19 +82,17 @@ class RowAdmission:
 
 @dataclass(frozen=True)
 class PassPlan:
-    """What to do before the next token, in this order: moves, admissions with what was held of them, copies, chunks.
-
-    moves: (source, target) rows of running sequences; no target is a source.
-    copies: what a running sibling has already computed.
-    admitted: in order of submission.
-    filling: rows whose prefix is still incomplete after the chunks; what is sampled there means nothing.
-    """
+    """The work before the next token, in this order: moves, admissions with their holds, copies, chunks."""
 
     moves: tuple[tuple[int, int], ...] = ()
+    """(source, target) rows of running sequences; no target is a source."""
     copies: tuple[Copy, ...] = ()
+    """Prefixes that a running sibling has already computed."""
     admitted: tuple[RowAdmission, ...] = ()
+    """In order of submission."""
     chunks: tuple[PrefillChunk, ...] = ()
     filling: tuple[int, ...] = ()
+    """Rows whose prefix is still incomplete after the chunks; their sampled tokens mean nothing."""
 
 
 _NOTHING = PassPlan()
@@ -222,7 +216,7 @@ class Scheduler:
         self._holds.add(entry.request, Hold(ids, entry.number, entry.version, cache, num_places), room)
 
     def release_caches(self) -> None:
-        """What is held is computed again when it is continued."""
+        """Drops held caches, which continuations compute again."""
         self._holds.release_caches()
 
     def suspend(self, progress: Iterable[tuple[int, RowProgress]]) -> None:

@@ -89,7 +89,7 @@ def _attention(
     parts = _of_pass.get()
     if len(parts) < 2 or attention_mask is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **named)
-    found = [
+    outputs = [
         sdpa_attention_forward(
             module,
             query[start:stop],
@@ -100,4 +100,4 @@ def _attention(
         )[0]
         for start, stop, length in parts
     ]
-    return torch.cat(found), None
+    return torch.cat(outputs), None

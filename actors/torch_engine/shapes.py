@@ -62,12 +62,14 @@ def _alike(outputs: Sequence[torch.Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class Columns:
-    """block: columns whose scores are normalised together; values: those that one product adds up; sizes: of a block that is
-    not full, ascending."""
+    """The widths of attention's blocks."""
 
     block: int
+    """Columns whose scores are normalised together."""
     values: int
+    """Columns that one product adds up."""
     sizes: tuple[int, ...]
+    """Sizes of a block that is not full, ascending."""
 
     def padded(self, length: int) -> int:
         """Columns that are computed for so many visible ones."""

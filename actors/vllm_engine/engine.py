@@ -53,16 +53,15 @@ _LEAST_TEMPERATURE = 0.01
 
 @dataclass
 class _RunningRequest:
-    """A request vLLM works on, by its name in vLLM. oldest: the oldest weights its cache may come from.
-
-    tokens: what vLLM has reported of it; only of a request with `partial_every`.
-    """
+    """A request vLLM works on, by its name in vLLM."""
 
     name: str
     oldest: int
+    """The oldest weights its cache may come from."""
     every: int
     task: asyncio.Task[int]
     tokens: Sequence[int] = ()
+    """The tokens that vLLM has reported; only of a request with `partial_every`."""
 
 
 class VLLMEngine:
@@ -137,8 +136,8 @@ class VLLMEngine:
         return self._call(self._abort(dropped), "vLLM to abort requests") if dropped else 0
 
     def step(self) -> list[Completion]:
-        """What ended since the last call, or within a moment, so that the actor's loop does not spin while vLLM decodes. Raises
-        EngineError when vLLM has died."""
+        """The completions since the last call, or within a moment, so that the actor's loop does not spin while vLLM decodes.
+        Raises EngineError when vLLM has died."""
         if self._coming is not None and not self._running:
             (version, tensors), self._coming = self._coming, None
             self._load(version, tensors)
@@ -278,7 +277,7 @@ class VLLMEngine:
         return final
 
     async def _take(self, timeout_s: float) -> list[Completion]:
-        """What ended; waits so long for the first."""
+        """The finished completions; waits up to `timeout_s` for the first."""
         self._news.clear()
         if timeout_s and not self._ended and self._failure is None:
             with contextlib.suppress(TimeoutError):
@@ -316,8 +315,8 @@ class VLLMEngine:
             self._failure = EngineError(f"vLLM could not adopt version {version}: {type(error).__name__}: {error}")
             raise self._failure from error
         if recompute:
-            for each in self._running.values():
-                each.oldest = version
+            for sequence in self._running.values():
+                sequence.oldest = version
         self._admits = True
         self._admit()
 

@@ -95,7 +95,7 @@ class SessionBook:
             self.forget([self._keys[id]])
 
     def heard(self, id: int, after: After) -> bool:
-        """What its process says it is now; what is over is `closed` then. Whether that is passed on."""
+        """Enters the phase that its process reports, `closed` where it is over. Returns whether to pass the report on."""
         if self.phase(id) not in ("waiting", "stepping"):
             return False
         self.enter(id, "waiting" if after == "waiting" else "closing")

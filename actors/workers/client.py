@@ -63,8 +63,8 @@ _SILENT_S = 120.0
 
 
 class RemoteKind(Protocol):
-    """What sessions at a server are, and how their steps travel. codec: of its messages. timeout_setting: what failures call
-    the limit of a step. whole_timeout_s: of a session, None for no limit."""
+    """A kind of sessions at a server, and how their steps travel. codec: of its messages. timeout_setting: names the limit of a
+    step in failures. whole_timeout_s: of a session, None for no limit."""
 
     codec: Codec[Message]
     timeout_setting: str
@@ -313,7 +313,7 @@ class RemoteSessions:
 
 
 def describe(address: str, timeout_s: float, keys: str = "", codec: Codec[Message] = STAGES) -> Description:
-    """What a server serves. Raises DeadlineError without an answer, WireError for one of another kind, ConfigError as
+    """A server's description. Raises DeadlineError without an answer, WireError for one of another kind, ConfigError as
     `dealer`."""
     with zmq.Context() as context, dealer(context, address, keys, codec) as socket:
         socket.send_multipart(frames_of(Describe(), codec))

@@ -44,7 +44,7 @@ class Output:
         return max(0.0, self._began + OUTPUT_WINDOW_S - time.monotonic()) if self._dropped else None
 
     def pass_on(self, source: int) -> bool:
-        """What can be read now; False when nothing ever will be."""
+        """Passes on the data that can be read now; False at the end of the source."""
         self.report()
         data = os.read(source, _BLOCK)
         kept = data[: self._left]
@@ -178,7 +178,7 @@ def _end_like(worker: int) -> None:
 
 
 def _close_all_but(kept: set[int]) -> None:
-    """What the worker was given is its own: an end that it closes is closed."""
+    """Closes all descriptors but the worker's own, so that an end that it closes is closed."""
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor not in kept:
             with contextlib.suppress(OSError):

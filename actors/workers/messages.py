@@ -76,7 +76,7 @@ class SessionBeat(message.Message):
 
 
 class EnvironmentFields(MessageBase):
-    """What a run must know of an environment; as in `EnvironmentSpec`."""
+    """The part of an environment that a run needs, as in `EnvironmentSpec`."""
 
     name: str
     max_turns: int
@@ -129,7 +129,7 @@ class CallFields(MessageBase):
 
 
 class Stepped(message.Message):
-    """What the model reads next, with a score for its turn or the call that it is of; or, without content, the end of the
+    """The model's next input, with a score for its turn or the call that it belongs to; or, without content, the end of the
     session and its answers: of a reward one for each member or one for all, of an episode that of its score if it has one, with
     scores of its turns as of `Scores`."""
 

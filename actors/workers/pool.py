@@ -80,7 +80,7 @@ class WorkerPool:
         self._workers: dict[int, PoolWorker] = {}
         self._num_started = self._failed_starts = 0
         self._actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._own_actions: deque[Callable[[], object]] = deque()  # of the thread itself
+        self._own_actions: deque[Callable[[], object]] = deque()  # the thread's own
         self._waker, self._is_rung = Waker(), False
         # Kept from wait to wait: a call of a quick reward costs little more than its messages.
         self._poll, self._by_descriptor = select.poll(), dict[int, PoolWorker]()
@@ -113,7 +113,7 @@ class WorkerPool:
             self._own_actions.append(action)
             return
         self._actions.put(action)
-        if not self._is_rung:  # else it has not looked at its actions since
+        if not self._is_rung:  # a rung thread has yet to look at its actions
             self._is_rung = True
             self._waker.ring()
 

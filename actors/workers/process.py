@@ -55,7 +55,7 @@ _tracking = threading.Lock()
 class WorkerProcess(SpawnProcess):
     """A fresh interpreter. Every way to end it is SIGKILL, for it and every process it started."""
 
-    _start_method = None  # type: ignore[assignment]  # of its own children: Python's default, or a user's choice
+    _start_method = None  # type: ignore[assignment]  # for its children: Python's default, or a user's choice
 
     if sys.platform == "linux":
 
@@ -96,7 +96,7 @@ class GuardedPopen(popen_spawn_posix.Popen):
     ends everything. Raises OSError when the guard does not come up.
     """
 
-    _fds: list[int]  # what the worker is given
+    _fds: list[int]  # the worker's descriptors
 
     def _launch(self, process_obj: Any) -> None:
         tracker = _tracker()
@@ -154,8 +154,8 @@ class GuardedPopen(popen_spawn_posix.Popen):
 
 
 class WorkerThread:
-    """What stands for a `WorkerProcess` where the code is in this process only. It cannot be killed: it is left behind, and
-    ends when its code returns, with its connection (the first argument)."""
+    """Replaces a `WorkerProcess` where the code is in this process only. It cannot be killed: it is left behind, and ends when
+    its code returns, with its connection (the first argument)."""
 
     pid = None
 
@@ -219,7 +219,7 @@ def obey_parent(memory_mb: int | None) -> None:
 
 
 def _as_before_in_children(handlers: Mapping[signal.Signals, Any]) -> None:
-    """What it forks can be terminated from its first moment, and waits at its end for none of the threads it was not given."""
+    """Lets forked children be terminated from their first moment, and end without waiting for threads they lack."""
 
     def begin() -> None:
         for number, handler in handlers.items():

@@ -75,7 +75,7 @@ class ServiceClient:
     streams: set[int] = field(default_factory=set)
 
     def key(self, id: int) -> int:
-        """What a session or stream of this client is called here."""
+        """The server's id of a session or stream of this client."""
         return self.number * NUM_IDS + id
 
 
@@ -177,7 +177,7 @@ class WorkerService:
                     self._send(peer, SessionRefused(id=int(frames[0]), reason=str(error)))
 
     def _handle(self, peer: bytes, message: Message) -> None:
-        if isinstance(message, Describe):  # of a process that may never ask for more
+        if isinstance(message, Describe):  # its sender may never ask for more
             waiting = sum(each.answer is None for client in self._clients.values() for each in client.sessions.values())
             answered, environment = self.counters["answered"], self._environment()
             self._send(peer, Description(answered=answered, waiting=waiting, environment=environment))
@@ -215,7 +215,7 @@ class WorkerService:
             self._go_on(client, step)
             session.turn, session.answer = step.turn, None
             self.counters["requested"] += 1
-        elif step.turn != session.turn:  # else it came again
+        elif step.turn != session.turn:  # an equal turn is a repetition
             raise WireError(f"turn {step.turn} of a session whose turn is {session.turn}")
         elif session.answer is not None:
             self._send(client.peer, session.answer)
@@ -245,7 +245,7 @@ class WorkerService:
             return
         try:
             self._send(client.peer, session.answer)
-        except WireError as error:  # what the user's code gave is larger than what travels
+        except WireError as error:  # the user's result is too large to travel
             self._left(client, [id])
             self._send(client.peer, SessionRefused(id=id, reason=str(error)))
         else:

@@ -105,7 +105,7 @@ class Sessions(Protocol):
         """key: names what is begun again as another session. timeout_s: of a step."""
 
     def reply(self, id: int, sent: Any) -> None:
-        """What the model wrote in its turn."""
+        """Sends the model's text of its turn."""
 
     def discard(self, ids: Collection[int], keys: Collection[Hashable]) -> None:
         """Close these sessions, as soon as their steps end or can be stopped; the keys are not begun again."""
@@ -136,8 +136,8 @@ class Session(Protocol):
         """As of the newest step: done where a step that is sent nothing has a result."""
 
     def step(self, sent: Any) -> asyncio.Future[Any]:
-        """What came of it, which raises nothing but MemoryError: its process is to be replaced. sent: what the model wrote,
-        None at first."""
+        """The result of the step; raises only MemoryError: its process must be replaced. sent: the model's text, None at
+        first."""
 
     def close(self) -> asyncio.Future[str]:
         """Run its cleanup; the result is what that raised, "" for nothing."""
@@ -147,7 +147,7 @@ class Session(Protocol):
 
 
 class SessionKind(Protocol):
-    """What the sessions of a pool are. Each of its processes is given a copy; threads share it.
+    """A kind of sessions of a pool. Each of its processes is given a copy; threads share it.
 
     timeout_setting, memory_setting: what failures call the limits. memory_mb: of a process, None for none, as of threads.
     at_once: steps on one loop; None: in order. cleans_up: its sessions have something to close. in_thread: only the owner's

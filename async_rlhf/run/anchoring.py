@@ -27,11 +27,11 @@ def anchor(values: dict[str, Any], base: Path) -> None:
     """Make the paths of a configuration's values absolute, seen from `base`."""
     _change_models(values, lambda _, given: _model(given, base))
     for section, key, seen_from in _ANCHORED:
-        own = values.get(section)
-        if isinstance(own, dict) and isinstance(given := own.get(key), str) and given not in ("", "none"):
-            own[key] = seen_from(given, base)
-    for _, each in _sources(values):
-        anchor_source(each, base)
+        table = values.get(section)
+        if isinstance(table, dict) and isinstance(given := table.get(key), str) and given not in ("", "none"):
+            table[key] = seen_from(given, base)
+    for _, source in _sources(values):
+        anchor_source(source, base)
     rewards = values.get("rewards")
     if isinstance(rewards, dict) and isinstance(functions := rewards.get("functions"), list | tuple | str):
         functions = [functions] if isinstance(functions, str) else functions
@@ -43,7 +43,7 @@ def anchor(values: dict[str, Any], base: Path) -> None:
 
 
 def fetch(values: dict[str, Any]) -> None:
-    """What the Hub has of a configuration's values, as `shipped` does it. Raises ConfigError."""
+    """Fetches the files and models of a configuration from the Hub, as `shipped` does it. Raises ConfigError."""
     _change_models(values, shipped.fetched)
     for where, each in _sources(values):
         if isinstance(source := each.get("source"), str) and source.startswith(HUB_PREFIX):

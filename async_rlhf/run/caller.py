@@ -51,17 +51,17 @@ def split(rewards: Sequence[Function] | Function) -> tuple[list[str], dict[str, 
             "overrides={'rewards.functions': ['exact', 'judges.py:has_answer']}"
         )
     targets: list[str] = []
-    own: dict[str, Function] = {}
+    functions: dict[str, Function] = {}
     for number, function in enumerate(several):
         try:
             targets.append(spec_of(function))
         except RewardError:
             name = _name(function, settings_of(function).name, f"reward_{number}")
-            if name in own:
+            if name in functions:
                 raise ConfigError(f'two rewards are called {name!r}; rename one with @reward(name="...")') from None
-            own[name] = function
+            functions[name] = function
             targets.append(f"{name}=remote")
-    return targets, own
+    return targets, functions
 
 
 def target_of(environment: Function) -> tuple[str, Function | None]:
@@ -71,7 +71,7 @@ def target_of(environment: Function) -> tuple[str, Function | None]:
         what = f"{environment.__name__} is a class" if inspect.isclass(environment) else f"it is a {type(environment).__name__}"
         name = getattr(environment, "__name__", "TOOLS")
         raise ConfigError(
-            f"environment: {what}, and a generator function was expected. One that is written for TRL is played from a file: "
+            f"environment must be a generator function, but {what}. One that is written for TRL is played from a file: "
             f"overrides={{'environment.function': 'trl:my_environment.py:{name}'}}; in a notebook, begin its cell with "
             "'%%writefile my_environment.py'"
         )
@@ -144,7 +144,7 @@ def specs_of(
 
 
 def _reward_overrides(rewards: Mapping[str, Function], config: Config) -> dict[str, Any]:
-    """What the rewards' own settings are in the configuration of a run that asks for them as `remote`."""
+    """The rewards' own settings, as overrides of a configuration that names them as `remote`."""
     changed: dict[str, Any] = {}
     for name, function in rewards.items():
         declared = settings_of(function)
@@ -160,19 +160,19 @@ def _reward_overrides(rewards: Mapping[str, Function], config: Config) -> dict[s
 
 def _environment_spec(environment: Function, config: Config, rows: Sequence[Row] | None) -> EnvironmentSpec:
     settings, name = environment_settings(environment), _environment_name(environment)
-    own = f"{name!r} cannot be imported by another process"
+    why = f"{name!r} cannot be imported by another process"
     if settings.at_limit != 0.0:
         raise ConfigError(
-            f"@environment(at_limit={settings.at_limit}): {own}, and such a one has 0 at its limits; {_FILE}, or leave it out"
+            f"@environment(at_limit={settings.at_limit}): {why}, and such a one has 0 at its limits; {_FILE}, or leave it out"
         )
     if settings.tools:
-        raise ConfigError(f"@environment(tools=...): {own}, and the model would not be shown its tools; {_FILE}")
+        raise ConfigError(f"@environment(tools=...): {why}, and the model would not be shown its tools; {_FILE}")
     spec = environment_in_process(name, environment, config.environment.options, config.environment.given)
     columns = _columns(rows, lambda source: source not in config.environment.by_source)
     if columns is not None:
         spec.check(columns)
     if spec.calls:
-        raise ConfigError(f"environment: {own}, and an agent is played in one; {_FILE}")
+        raise ConfigError(f"environment: {why}, and an agent is played in one; {_FILE}")
     return spec
 
 
@@ -187,6 +187,6 @@ def _environment_name(environment: Function) -> str:
 
 
 def _name(function: Function, declared: str | None, otherwise: str) -> str:
-    plain = getattr(function, "func", function)  # of a functools.partial
+    plain = getattr(function, "func", function)  # a functools.partial has `func`
     name = str(declared or getattr(plain, "__name__", type(plain).__name__))
     return name if name.isidentifier() else otherwise

@@ -106,8 +106,8 @@ class Config(Section):
 
     @property
     def usual_mismatch(self) -> float:
-        """What rounding may make of the mean |log-ratio| between learner and engine, with room to spare; no limit where the
-        engine samples from another distribution. The canary's probe is of the model's."""
+        """Limit of the mean |log-ratio| that rounding causes between learner and engine, with a margin; infinite where the
+        engine samples from another distribution. The canary probes the model's."""
         if self.engine.off_policy:
             return math.inf
         return 0.01 if self.engine.dtype == self.learner.dtype == "float32" else 0.1

@@ -80,7 +80,7 @@ def _check_curriculum(config: Config) -> None:
 
 
 def _check_device_channel(config: Config) -> None:
-    """What it serves; and a wait for it must not be taken for the end of the run."""
+    """Refuses a device channel that cannot serve the run, or whose wait would be taken for the end of the run."""
     weights = config.weights
     if weights.transport != "device":
         return

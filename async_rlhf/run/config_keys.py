@@ -172,8 +172,8 @@ def masked(key: str, value: Any, config: type[BaseModel]) -> Any:
 
 
 def without_secrets(values: Any) -> Any:
-    """Of a dump that already is without declared secrets: also texts under names of secrets in what has no schema (options of a
-    reward, arguments of vLLM) are asterisks, and so is who asks in a URL (`http://NAME:KEY@host`). For who is not this user."""
+    """A dump without declared secrets, for other users: asterisks also replace texts under names of secrets where there is no
+    schema (options of a reward, arguments of vLLM), and credentials in a URL (`http://NAME:KEY@host`)."""
     if isinstance(values, str):
         return _ASKS.sub(_MASK, values)
     if isinstance(values, dict):
@@ -243,7 +243,7 @@ def explain(problem: Mapping[str, Any], config: type[BaseModel], values: Mapping
 
 
 def _unknown(given: Sequence[str], value: Any, config: type[BaseModel], values: Mapping[str, Any]) -> str:
-    """What to say of an unknown key: in a section with kinds, which keys this one has."""
+    """The message for an unknown key: in a section with kinds, with the keys of this kind."""
     name, word = given[0], given[-1]
     section = kind_sections(config).get(name)
     if section is None or name not in values:
@@ -251,12 +251,12 @@ def _unknown(given: Sequence[str], value: Any, config: type[BaseModel], values: 
     if (now := _MOVED.get(".".join(given))) is not None:
         return f": it has become {now}"
     kind = values[name].get("kind", section.model_fields["kind"].default)
-    own = [setting.key for setting in own_settings(section, kind)]
-    near = nearest(given, value, config, [f"{name}.{key}" for key in own])
+    kind_keys = [setting.key for setting in own_settings(section, kind)]
+    near = nearest(given, value, config, [f"{name}.{key}" for key in kind_keys])
     if len(given) > 2:
         return f": {near}"
-    names = sorted({key.partition(".")[0] for key in own})
-    tables = {other: {each.key.partition(".")[0] for each in own_settings(section, other)} for other in section.kinds()}
+    names = sorted({key.partition(".")[0] for key in kind_keys})
+    tables = {other: {entry.key.partition(".")[0] for entry in own_settings(section, other)} for other in section.kinds()}
     others = [repr(other) for other, keys in tables.items() if word in keys]
     has = f"has the key{'s' if names[1:] else ''} {', '.join(names)}" if names else "has no keys of its own"
     tail = near if not others or word in _OURS else f"it is one of {' or '.join(others)}"
@@ -274,18 +274,18 @@ def nearest(given: Sequence[str], value: Any, config: type[BaseModel], own: Sequ
     known = [key.split(".") for key in (*(setting.key for setting in settings(config)), *own)]
     fixed = [key for key in known if NAME not in key]
     beside = {key[len(sections)] for key in known if len(key) > len(sections) and _within(sections, key)}
-    found = (
+    matches = (
         ([_OURS[word]] if word in _OURS else [])
         or [".".join(key) for key in fixed if key[-1] == word]
         or [".".join([*sections, name]) for name in difflib.get_close_matches(word, beside, n=1, cutoff=_LIKE)]
     )
-    if not found and not sections and isinstance(value, dict) and value:
+    if not matches and not sections and isinstance(value, dict) and value:
         return nearest([next(iter(value))], next(iter(value.values())), config, own)
-    if not found and (near := difflib.get_close_matches(word, {key[-1] for key in fixed}, n=1, cutoff=_MUCH_LIKE)):
-        found = [".".join(key) for key in fixed if key[-1] == near[0]]
-    if not found:
+    if not matches and (near := difflib.get_close_matches(word, {key[-1] for key in fixed}, n=1, cutoff=_MUCH_LIKE)):
+        matches = [".".join(key) for key in fixed if key[-1] == near[0]]
+    if not matches:
         return f"choose one of: {', '.join(sorted(beside))}"
-    return f"did you mean {' or '.join(map(repr, found))}?"
+    return f"did you mean {' or '.join(map(repr, matches))}?"
 
 
 def _within(sections: Sequence[str], key: Sequence[str]) -> bool:

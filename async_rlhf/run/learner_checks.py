@@ -34,10 +34,10 @@ def _estimator(learner: LearnerConfig, advantage: AdvantageConfig) -> Iterator[s
         yield f"learner.critic.kind = {critic!r}, and {kind} has no use for values: set learner.critic.kind = 'none'"
     if critic == "none" and (alone := learner.critic.warmup_steps):
         yield f"learner.critic.warmup_steps = {alone} and no critic: set learner.critic.kind, or leave it out"
-    own = learner.critic.model_dump(include={"updates", "freeze_attention"}, exclude_defaults=True)
-    if own and (critic != "model" or learner.backend != "torch"):
+    changed = learner.critic.model_dump(include={"updates", "freeze_attention"}, exclude_defaults=True)
+    if changed and (critic != "model" or learner.backend != "torch"):
         yield (
-            f"learner.critic.{min(own)} is for a critic with a trunk of its own on plain torch: set learner.critic.kind = "
+            f"learner.critic.{min(changed)} is for a critic with a trunk of its own on plain torch: set learner.critic.kind = "
             "'model' and learner.backend = 'torch', or leave it out"
         )
     c_cap, rho_cap = (advantage.parameters.get(name, 1.0) for name in ("c_cap", "rho_cap"))

@@ -1,4 +1,4 @@
-"""What may be changed in a run without a restart, what a run has become by it, and a new run that begins where it stands.
+"""Changes of a run without a restart, its configuration after them, and forks: new runs that begin at its checkpoint.
 
 A request is checked by the rules of the configuration, as it is with all changes before, and written into the ledger of changes
 (`learner.loop.changes`), of a live run or one that stands still; the learner decides from which step on it holds. The
@@ -79,10 +79,10 @@ def ask(run: RunDir, values: Mapping[str, Any]) -> Change | None:
         return asked
 
     try:
-        found = ChangeLedger(run.path).append(decide)
+        ledger = ChangeLedger(run.path).append(decide)
     except OSError as error:
         raise ConfigError(f"run directory {str(run.path)!r} cannot be written: {error}") from error
-    return next((change for change in found.changes if asked and change.number == asked[0].number), None)
+    return next((change for change in ledger.changes if asked and change.number == asked[0].number), None)
 
 
 def _request(run: RunDir, config: Config, given: Mapping[str, Any], number: int) -> list[ChangeRequest]:
@@ -118,22 +118,22 @@ def forked(
 
 
 def _checkpoint(source: RunDir, *, best: bool, from_step: int | None) -> Path:
-    found = {step_of(path): path.resolve() for path in complete(source.path / "checkpoints")}
-    if not found:
+    checkpoints = {step_of(path): path.resolve() for path in complete(source.path / "checkpoints")}
+    if not checkpoints:
         raise ConfigError(
             f"run {str(source.path)!r} has no checkpoint to go on from; its own model is `model` in its config.toml"
         )
     if best:
-        from_step = best_step(source.read_evaluations(), found)
+        from_step = best_step(source.read_evaluations(), checkpoints)
         if from_step is None:
             raise ConfigError(
                 f"--best: no checkpoint of run {str(source.path)!r} was evaluated (evaluation.every, evaluation.at_end); leave "
-                f"it out, or take one with --from-step: {', '.join(map(str, found))}"
+                f"it out, or take one with --from-step: {', '.join(map(str, checkpoints))}"
             )
-    if from_step is not None and from_step not in found:
-        there = ", ".join(map(str, found))
+    if from_step is not None and from_step not in checkpoints:
+        there = ", ".join(map(str, checkpoints))
         raise ConfigError(f"--from-step {from_step}: run {str(source.path)!r} has no checkpoint of it, but those of {there}")
-    return found[from_step if from_step is not None else max(found)]
+    return checkpoints[from_step if from_step is not None else max(checkpoints)]
 
 
 def undo(run: RunDir, after: int) -> None:

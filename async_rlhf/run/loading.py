@@ -45,7 +45,7 @@ def load(source: str | Path | Mapping[str, Any] | Config, overrides: Mapping[str
         )
     path = shipped.configuration_file(source)
     values = read_toml(path, "configuration", shipped.by_name(shipped.configurations()))
-    if (path.parent / "manifest.json").exists():  # it is a run's
+    if (path.parent / "manifest.json").exists():  # the file belongs to a run
         values = known(values, Config)
     _prepare(values, path.resolve().parent)
     return _overridden(values, overrides or {})

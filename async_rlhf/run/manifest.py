@@ -27,15 +27,16 @@ _SNAPSHOT = re.compile(r"/(?:models|datasets)--([\w.-]+?)--([\w.-]+)/snapshots/(
 
 
 class RecordedBits(NamedTuple):
-    """Of completions, where they are to be the same made again or not. digest: of what the actors have computed; obstacle: why
-    they are not promised any more; both empty before an actor has joined."""
+    """Whether completions are reproducible bit for bit. Both are empty before an actor has joined."""
 
     digest: str = ""
+    """Digest of the actors' computation."""
     obstacle: str = ""
+    """Why this is no longer guaranteed."""
 
 
 def manifest(config: Config) -> dict[str, Any]:
-    """What is written down when a run begins."""
+    """The manifest of a new run."""
     bits = {"bits": RecordedBits(obstacle=config.bits_obstacle)._asdict()} if config.asks_for_bits else {}
     return {
         "format": RUN.newest,
@@ -69,7 +70,7 @@ def _bits(known: Mapping[str, Any], config: Config) -> dict[str, Any]:
 
 
 def _code(config: Config) -> dict[str, Any]:
-    """What computes the run, so that two runs can be told to have been computed by the same."""
+    """The code that computes the run, so that runs of the same code can be recognized."""
     return {
         "sources": sources(),
         "python": platform.python_version(),
@@ -100,13 +101,13 @@ class Published(NamedTuple):
 
 
 def published(path: str) -> Published:
-    """Of a path into the cache of the Hub."""
+    """The published source of a path into the Hub's cache."""
     found = _SNAPSHOT.search(path)
     return Published(path) if found is None else Published(f"{found[1]}/{found[2]}", found[3], found[4] or "")
 
 
 def places(config: Config) -> list[str]:
-    """What a configuration names that may come from the Hub."""
+    """The paths of a configuration that may come from the Hub."""
     data = [each.source for each in (config.data, *config.data.sources)]
     return [config.model, *config.scoring.reference.directories, *data, config.evaluation.source or ""]
 

@@ -51,7 +51,7 @@ class Steps(Tail):
         self._brief, self.is_spread = brief, False
 
     def drawn(self) -> list[Line]:
-        """What a picture of the whole run needs. Raises DamagedError for a file of which all is needed and not all is good."""
+        """The lines for a plot of the whole run. Raises DamagedError for a damaged line in a file that is read whole."""
         return list(Steps(self.path, brief=True).rest()) if self._is_long() else read_lines(self.path, all_good=True)
 
     def rest(self) -> Iterator[Line]:
@@ -79,7 +79,7 @@ class Steps(Tail):
 
 
 class Reading:
-    """Of one run. brief: for who shows it while it goes on, in memory and time that do not grow with it."""
+    """Reads one run. brief: for displays of a running run, in bounded memory and time."""
 
     def __init__(self, run: RunDir, *, brief: bool = False) -> None:
         self.run, self._last = run, _END if brief else None
@@ -146,13 +146,13 @@ class Reading:
             for record in self.steps.rest():
                 take(record)
 
-        for read in (steps, *(each.refresh for each in shown)):
+        for read in (steps, *(file.refresh for file in shown)):
             try:
                 read()
             except (DamagedError, OSError) as error:
                 problems.append(str(error))
-        damaged = [each for each in (self.steps, self.samples) if each.unreadable]
-        return problems + [f"{each.path.name}: damaged lines that are left out: {each.unreadable}" for each in damaged]
+        damaged = [file for file in (self.steps, self.samples) if file.unreadable]
+        return problems + [f"{file.path.name}: damaged lines that are left out: {file.unreadable}" for file in damaged]
 
     def _file(self, name: str, keep: int) -> Tail:
         return Tail(self.run.path / f"{name}.jsonl", self._last, keep if self._last else 0)

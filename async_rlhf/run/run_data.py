@@ -41,7 +41,7 @@ _SUMMARY = "summary.json"
 
 
 class RunData:
-    """Of the run in this directory, by its configuration."""
+    """The data of the run in this directory, by its configuration."""
 
     def __init__(self, run: Path, config: DataConfig) -> None:
         self._directory, self._config = run / "data", config
@@ -77,14 +77,14 @@ class RunData:
 
     @cached_property
     def num_prompts(self) -> int:
-        """Of one epoch; of a spool, how many have come so far. Raises as `rows`, JournalError."""
+        """Number of prompts of one epoch; of a spool, of those that have come so far. Raises as `rows`, JournalError."""
         if self._config.spool is None:
             return len(self.epoch())
         with closing(PromptStream(self._directory / "spool")) as stream:
             return stream.num_rows
 
     def open_order(self) -> Order | None:
-        """Of a run with a curriculum, by one process at a time; the caller closes it. Raises JournalError, DamagedError."""
+        """The order of a run with a curriculum; one process at a time has and closes it. Raises JournalError, DamagedError."""
         curriculum = self._config.curriculum
         return Order(self._directory, curriculum, self._config.epochs) if curriculum.is_on else None
 
@@ -100,7 +100,7 @@ class RunData:
 
     @property
     def digest(self) -> str:
-        """Of the contents: the same wherever the rows are, or come from."""
+        """Digest of the contents, independent of where the rows are or come from."""
         found = xxhash.xxh3_128()
         is_kept = self.is_kept
         for name, rows in zip(_FILES, ((), ()) if is_kept else self.rows, strict=True):

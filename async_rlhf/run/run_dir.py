@@ -191,7 +191,7 @@ class RunDir:
         return str(self._read_manifest().get("started", ""))
 
     def bits(self) -> RecordedBits | None:
-        """What is promised of the bits of completions; None where the run does not ask for it."""
+        """The guarantee on the bits of completions; None where the run does not ask for it."""
         found = self._read_manifest().get("bits")
         return RecordedBits(*(str(found.get(name, "")) for name in RecordedBits._fields)) if isinstance(found, dict) else None
 
@@ -353,7 +353,7 @@ class RunDir:
             self._release()
             if self.is_alive():
                 raise ConfigError(
-                    f"run directory {str(self.path)!r} is that of a run that goes on ({holder(self.lock_file)}); choose "
+                    f"run directory {str(self.path)!r} belongs to a running run ({holder(self.lock_file)}); choose "
                     f"another with --set name=NAME, or stop it: async-rlhf stop {self.path}"
                 )
             raise ConfigError(
@@ -366,7 +366,7 @@ class RunDir:
         RUN.check(self._read_manifest().get("format", 1), self.path)
 
     def _read_manifest(self) -> dict[str, Any]:
-        """What has no readable manifest has no number, and is taken for one of the first format."""
+        """The manifest; empty where it is not readable, and then taken for one of the first format."""
         with suppress(DamagedError):
             return read_object(self._manifest)
         return {}

@@ -38,7 +38,7 @@ Line = dict[str, Any]
 
 
 def printable(text: str) -> str:
-    """What may be shown on a terminal: line ends stay, all else that does not print is written out as an escape."""
+    """The text for a terminal: line ends stay, other unprintable characters become escapes."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -58,11 +58,11 @@ def open_regular(path: Path, max_bytes: int = _GROWING_BYTES) -> IO[bytes]:
         raise
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from error
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_size > max_bytes:
+    stats = os.fstat(descriptor)
+    if not stat.S_ISREG(stats.st_mode) or stats.st_size > max_bytes:
         os.close(descriptor)
         what = (
-            f"has {found.st_size} bytes, at most {max_bytes} are read" if stat.S_ISREG(found.st_mode) else "is no regular file"
+            f"has {stats.st_size} bytes, at most {max_bytes} are read" if stat.S_ISREG(stats.st_mode) else "is no regular file"
         )
         raise DamagedError(f"{path} {what}")
     return os.fdopen(descriptor, "rb")
@@ -90,7 +90,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_lines(path: Path, *, all_good: bool = False) -> list[Line]:
-    """Of a JSONL file; its last line may be being written and is left out then. all_good: no other line is.
+    """The lines of a JSONL file, without an unfinished last line. all_good: no other is left out.
 
     Raises DamagedError for what is no such file.
     """
@@ -162,18 +162,18 @@ class Tail:
         whole = data[: data.rfind(b"\n") + 1]
         if not whole and self._has_more:
             whole = data  # no line is so long
-        found = list[Line]()
+        lines = list[Line]()
         for line in io.BytesIO(whole):
             self._read.append((offset, offset + len(line), xxhash.xxh3_64_intdigest(line)))
             offset += len(line)
             self.num_lines += 1
             if (record := parsed(line)) is not None:
-                found.append(record)
+                lines.append(record)
             else:
                 self.unreadable += 1
                 self.first_unreadable = self.first_unreadable or self.num_lines
-        self.lines.extend(found)
-        return found
+        self.lines.extend(lines)
+        return lines
 
     def _beginning(self, file: IO[bytes], size: int) -> int:
         """Where the first line that is read begins; another place where the file has begun anew."""

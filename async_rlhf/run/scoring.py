@@ -1,4 +1,4 @@
-"""What a run computes of its completions: its rewards, and the reference where an actor's stage computes that. No torch."""
+"""The scores that a run computes: its rewards, and the reference where an actor's stage computes that. No torch."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def check_judged(config: Config, environments: Mapping[str, EnvironmentSpec], so
 
 
 def score_names(config: Config, environments: Iterable[EnvironmentSpec | Environment]) -> tuple[str, ...]:
-    """Of all that make the reward. environments: the run's; several may have one name."""
+    """The names of all scores of the reward. environments: the run's; several may share a name."""
     return (*(spec.name for spec in reward_specs(config)), *dict.fromkeys(each.name for each in environments))
 
 
@@ -135,8 +135,8 @@ def solved_by(config: Config, names: Sequence[str]) -> str:
 
 
 def check_judging(config: Config, names: Sequence[str]) -> list[str]:
-    """What a person should know about how evaluations are judged. names: of all scores. Raises ConfigError for a setting about
-    what is solved where no score decides it, and for completions that fill no groups."""
+    """Remarks on how evaluations are judged. names: of all scores. Raises ConfigError for a setting about solved prompts where
+    no score decides them, and for completions that fill no groups."""
     asked, size, compared = config.evaluation, config.generation.group_size, group_rewards(config)
     given = [
         f"{key} = {getattr(asked, key)}" for key, none in (("samples", 0), ("solved_at", 1.0)) if getattr(asked, key) != none
@@ -169,15 +169,15 @@ def stage_specs(config: Config) -> tuple[RewardSpec, ...]:
 
 
 def _reference(config: Config) -> RewardSpec:
-    own = config.scoring.reference
+    reference = config.scoring.reference
     options = {
-        **own.model_dump(),
-        "path": own.path or ("" if own.teachers else config.model),
+        **reference.model_dump(),
+        "path": reference.path or ("" if reference.teachers else config.model),
         "temperature": config.generation.temperature,
         "restricted": loss_spec(config.loss.kind).takes_ratios,
     }
     settings = config.scoring.stages.get(REFERENCE, StageConfig()).given
-    if own.directories != own.teachers:
+    if reference.directories != reference.teachers:
         settings = {"retries": 3, **settings}
     (spec,) = resolve(
         [f"{REFERENCE}=async_rlhf.actors.scoring.model_stages:{REFERENCE}"],
@@ -196,7 +196,7 @@ def _check(config: Config) -> None:
                 f'scoring.stages.{name}.placement = "learner" is for {REFERENCE!r} only; a reward has "actor" or "process"'
             )
     where = f"scoring.stages.{REFERENCE}"
-    stage, own = config.scoring.stages.get(REFERENCE, StageConfig()), config.scoring.reference
+    stage, reference = config.scoring.stages.get(REFERENCE, StageConfig()), config.scoring.reference
     is_stage, reads_top_k = config.scoring.reference_is_stage, "top_k" in loss_spec(config.loss.kind).needs
     if is_stage and reads_top_k:
         raise ConfigError(
@@ -205,12 +205,12 @@ def _check(config: Config) -> None:
         )
     if not is_stage:
         given = [f"{where}.{name}" for name in stage.given]
-        given += [f"scoring.reference.{name}" for name in own.model_dump(exclude={"path"}, exclude_defaults=True)]
-        given += [f"scoring.reference.path = {own.path!r}"] if is_address(own.path) else []
+        given += [f"scoring.reference.{name}" for name in reference.model_dump(exclude={"path"}, exclude_defaults=True)]
+        given += [f"scoring.reference.path = {reference.path!r}"] if is_address(reference.path) else []
         if given:
             way = "name one model directory, and leave this out" if reads_top_k else f'set {where}.placement = "actor"'
             raise ConfigError(f"{min(given)} is about a stage, and the learner computes this; {way}")
-    if (is_stage or own.path) and not config.loss.needs_reference:
+    if (is_stage or reference.path) and not config.loss.needs_reference:
         asked = f'{where}.placement = "{stage.placement}"' if stage.placement else "scoring.reference names teachers"
         raise ConfigError(f"{asked}, and nothing asks for a reference; set loss.kl_coef above 0, or leave it out")
     if is_stage and stage.stream_tokens:

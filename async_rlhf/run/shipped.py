@@ -53,7 +53,7 @@ def named_file(what: str, source: str | Path, shipped: Mapping[str, Path]) -> Pa
         return path
     if path.name not in shipped:
         hint = did_you_mean(path.name, shipped)
-        raise ConfigError(f"{what} {path.name!r} is no file, and none of this name is shipped; {hint}")
+        raise ConfigError(f"{what} {path.name!r} is neither a file nor a shipped configuration; {hint}")
     return shipped[path.name]
 
 
@@ -87,8 +87,8 @@ def fetched(key: str, model: str) -> str:
     directory = _fetched(key, model, fetch, _is_whole)
     if not _is_whole(directory):  # without a network it is the part that was there
         raise ConfigError(
-            f"{key} = {model!r} has no config.json with all its *.safetensors on the Hugging Face Hub, or only a part of it "
-            f"could be fetched into {directory}; try again with a network, or give the directory of another model"
+            f"{key} = {model!r} has no config.json with all its *.safetensors on the Hugging Face Hub, or the download was "
+            f"incomplete, in {directory}; try again with a network, or give the directory of another model"
         )
     return str(directory)
 
@@ -107,7 +107,7 @@ def fetched_file(key: str, source: str) -> str:
 
 
 def _fetched(key: str, name: str, fetch: Callable[..., str], is_whole: Callable[[Path], bool]) -> Path:
-    """What is whole in the cache, else what the Hub has now. Raises ConfigError."""
+    """The complete copy in the cache, else the Hub's present one. Raises ConfigError."""
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -149,7 +149,7 @@ def portable(text: str) -> str:
 
 
 def at_home(text: str) -> str:
-    """What `portable` made, with the paths of this installation."""
+    """The inverse of `portable`: text with the paths of this installation."""
     return text.replace(_ANYWHERE, _in_json())
 
 

@@ -104,7 +104,7 @@ _EVENTS: tuple[EventKind, ...] = get_args(EventKind)
 
 
 class HooksConfig(Section):
-    """What is called when a run needs a person or has something to show. What a hook does, fails at or takes never touches the
+    """The hooks called when a run needs a person or has something to show. A hook's failure or duration never affects the
     run."""
 
     command: tuple[Secret, ...] | Secret = ()

@@ -1,4 +1,4 @@
-"""What the chat run is rewarded for: a friendly answer of a sentence or two that comes to an end.
+"""The rewards of the chat run: a friendly answer of a sentence or two that comes to an end.
 
 The judge of friendliness is vaderSentiment, a dictionary with rules: it needs no model and no network, and what it can be
 fooled with is known (a heap of happy words). The length reward and the pull to the reference stand against that.

@@ -113,7 +113,7 @@ def test_a_configuration_that_is_not_there_or_no_toml_is_refused(tmp_path: Path)
             tmp_path / "nowhere.toml",
             "nowhere.toml' does not exist; shipped ones go by their names, .*: ablation, agent, chaos",
         ),
-        ("qick", "'qick' is no file, and none of this name is shipped; did you mean 'quick'?"),
+        ("qick", "'qick' is neither a file nor a shipped configuration; did you mean 'quick'?"),
         (tmp_path / "broken.toml", "cannot be read"),
     ):
         code, output = invoke("train", str(name))

@@ -238,7 +238,7 @@ def test_a_part_of_a_model_is_fetched_again_and_what_cannot_be_fetched_is_refuse
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(shards))
     code, output = check(tmp_path, "owner/speller")
     assert code == 3 and "fetching owner/speller from the Hugging Face Hub" in output, output
-    assert "or only a part of it could be fetched" in output
+    assert "or the download was incomplete" in output
     code, output = check(tmp_path, "owner/other")
     assert code == 3 and "model = 'owner/other' is not in the cache of the Hugging Face Hub" in output, output
     assert "cannot be fetched: the Hub does not answer ([Errno 111]" in output and "or give a path" in output

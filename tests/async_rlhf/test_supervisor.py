@@ -120,7 +120,7 @@ def test_a_run_that_cannot_begin_ends_at_once_keeps_the_reason_and_leaves_its_na
 
     again = RunDir.create(config)
     assert again.is_alive() and again.end() is None and not again.log("hub").exists()
-    with pytest.raises(ConfigError, match=rf"a run that goes on \(process {os.getpid()} on host .*--set name=NAME, or stop it"):
+    with pytest.raises(ConfigError, match=rf"a running run \(process {os.getpid()} on host .*--set name=NAME, or stop it"):
         RunDir.create(config)
     again.retire()
     with pytest.raises(ConfigError, match=r"exists. Continue it with --resume, remove it with --overwrite"):

@@ -164,7 +164,7 @@ def test_a_wrong_sweep_or_a_wrong_setting_given_with_the_command_is_refused_with
 def test_a_sweep_that_does_not_exist_names_those_that_are_shipped(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"does not exist; shipped ones go by their names, .*: quick"):
         load_sweep(tmp_path / "none.toml")
-    with pytest.raises(ConfigError, match="sweep 'quik' is no file, and none of this name is shipped; did you mean 'quick'"):
+    with pytest.raises(ConfigError, match="sweep 'quik' is neither a file nor a shipped configuration; did you mean 'quick'"):
         load_sweep(Path("quik"))
 
 

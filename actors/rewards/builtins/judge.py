@@ -56,10 +56,10 @@ async def judge(
     }
     answer = await endpoint.posted(f"{url.rstrip('/')}/chat/completions", request, api_key_env, _MAX_BYTES)
     text = _text(answer)
-    found = re.search(pattern, text, re.DOTALL)
-    if found is None:
+    match = re.search(pattern, text, re.DOTALL)
+    if match is None:
         raise ValueError(f"the judge gave no score: {text[-200:]!r}")
-    raw = float(found[1])
+    raw = float(match[1])
     if not lowest <= raw <= highest:
         raise ValueError(f"the judge gave {raw:g}, its scale goes from {lowest:g} to {highest:g}")
     return Score((raw - lowest) / (highest - lowest), metrics={"raw": raw, **_usage(answer)})

@@ -19,7 +19,7 @@ from async_rlhf.run.tracking import check_place
 
 
 def check_inherited() -> None:
-    """What a run inherits and cannot work with, by name; docs/operating.md lists what is obeyed or makes no difference. Raises
+    """Refuses inherited settings that a run cannot work with; docs/operating.md lists those it obeys or ignores. Raises
     ConfigError."""
     socket_root()
     if codecs.lookup(encoding := locale.getpreferredencoding(False)).name != "utf-8":

@@ -44,7 +44,7 @@ Parts = Mapping[str, int]
 
 
 def learner(config: LearnerConfig, shape: ModelShape, generation: GenerationConfig, *, reference: int) -> Parts:
-    """Of one rank. reference: parameters of a frozen model beside the one that learns."""
+    """The memory of one rank. reference: parameters of a frozen model beside the trained one."""
     deepspeed, ranks = config.backend == "deepspeed", config.ranks // config.tensor_parallel
     learning = _adapters(config, shape) if config.lora.rank else shape.parameters
     held = TYPE_BYTES[config.dtype] if deepspeed else 4
@@ -70,7 +70,7 @@ def learner(config: LearnerConfig, shape: ModelShape, generation: GenerationConf
 
 
 def _tokens(config: LearnerConfig, generation: GenerationConfig) -> int:
-    """Of the largest micro-batch: a completion is never cut, and the prompt of several comes on top of them."""
+    """Tokens of the largest micro-batch: a completion is never cut, and the prompt of several is added."""
     return max(config.micro_batch_tokens, _widest(config, generation, config.micro_batch_tokens))
 
 
@@ -81,7 +81,7 @@ def _widest(config: LearnerConfig, generation: GenerationConfig, room: float) ->
 
 
 def _passing(config: LearnerConfig, shape: ModelShape, generation: GenerationConfig, tokens: int) -> int:
-    """What forward and backward pass hold at most, beside weights, gradients and logits."""
+    """Peak bytes of a forward and backward pass, without weights, gradients and logits."""
     half = config.dtype == "bfloat16"
     room = min(config.micro_batch_tokens, room_beside(generation.max_prompt_length, token_cost(shape.layer, shape.heads)))
     masks = 4 * tokens * min(tokens, _widest(config, generation, room))
@@ -103,7 +103,7 @@ def _passing(config: LearnerConfig, shape: ModelShape, generation: GenerationCon
 
 
 def _layer(config: LearnerConfig, shape: ModelShape, tokens: int) -> int:
-    """What the backward pass finds again of one layer: two norms, attention with keys repeated to all heads, a gated MLP with
+    """Bytes that one layer saves for the backward pass: two norms, attention with keys repeated to all heads, a gated MLP with
     three products. Residuals and norms are float32, what products take has the type they are computed in."""
     d, h, k, i = shape.width, shape.heads, shape.key_heads, shape.mlp
     if config.dtype == "bfloat16":
@@ -119,11 +119,12 @@ def _adapters(config: LearnerConfig, shape: ModelShape) -> int:
 
 @dataclass(frozen=True)
 class DeviceLoad:
-    """What one process takes of one device, or of its host's memory. most: bytes to which it is limited, where it is."""
+    """The load of one process on one device, or on its host's memory."""
 
     process: str
     parts: Parts
     most: int | None = None
+    """Its limit in bytes, None for none."""
 
     @property
     def role(self) -> str:
@@ -139,7 +140,7 @@ class DeviceLoad:
 
 
 def check_memory(config: Config, inventory: Inventory, placement: Placement, shape: ModelShape | None = None) -> list[str]:
-    """What each device holds, estimated; those that hold the same share a line. Raises ConfigError for what cannot fit.
+    """Estimates the load of each device; equal ones share a line. Raises ConfigError for a load that does not fit.
 
     shape: of a model whose files are not here.
     """
@@ -197,7 +198,7 @@ def _loads(
 def _parts(
     config: Config, shape: ModelShape, role: str, host: Host, devices: Sequence[int]
 ) -> Iterator[tuple[Parts, int | None]]:
-    """What a process of this role, which has these devices, holds on each; on None in its host's memory."""
+    """The parts that a process of this role holds on each of its devices, or on None, its host's memory."""
     if role == "learner":
         parts = learner(config.learner, shape, config.generation, reference=_held(config))
         yield from ((parts, device) for device in (devices if config.learner.device != "cpu" else (None,)))
@@ -225,7 +226,7 @@ def _demand(config: Config, shape: ModelShape) -> Demand:
 
 
 def _judge(config: Config, name: str) -> Parts:
-    """Of a stage's model; nothing where it is no directory of ours to look into."""
+    """The memory of a stage's model; empty where its directory is not readable here."""
     options, streams = config.rewards.options.get(name, {}), config.scoring.stages.get(name)
     paths = [options.get("path")]
     if name == REFERENCE:

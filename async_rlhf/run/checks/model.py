@@ -142,7 +142,7 @@ def check_adapters(config: Config) -> None:
 
 
 def _is_tied(config: Config, described: dict[str, Any]) -> bool:
-    """What a config.json leaves out is its family's default, which transformers has."""
+    """Whether embeddings are tied; a missing key of config.json has its family's default, from transformers."""
     from transformers import AutoConfig
 
     found = described if "tie_word_embeddings" in described else vars(from_pretrained(AutoConfig, Path(config.model)))
@@ -198,7 +198,7 @@ def _longest(config: Config) -> str:
 
 
 def no_room(config: Config, left: int, longest: int) -> ConfigError:
-    """What to say where the longest completion fills the model. left: tokens beside it, 0 or fewer; longest: of all prompts."""
+    """The error for a longest completion that fills the model. left: tokens beside it, 0 or fewer; longest: of all prompts."""
     completion = config.generation.longest_completion
     holds = completion + left
     way = f"highest: {holds - longest}" if holds > longest else "use shorter prompts and a lower value"
@@ -214,7 +214,7 @@ def _tokens(directory: Path) -> dict[str, int] | None:
     described = _json(path) if path.exists() else {}
     try:
         known = described["model"]["vocab"]
-        if isinstance(known, list):  # of (token, score)
+        if isinstance(known, list):  # a list holds (token, score)
             known = {token: number for number, (token, _) in enumerate(known)}
         added: dict[str, int] = {each["content"]: each["id"] for each in described.get("added_tokens") or ()}
         return {**known, **added}
@@ -271,7 +271,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _wrong(path: Path, what: str) -> ConfigError:
-    return ConfigError(f"model file {str(path)!r} cannot be used: {what}. Copy it again from where it came")
+    return ConfigError(f"model file {str(path)!r} cannot be used: {what}. Copy it again from its source")
 
 
 def _check_merging(model: Any, lora: Any) -> str:

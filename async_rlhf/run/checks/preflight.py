@@ -52,15 +52,17 @@ _RULES = (
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run will train on and be evaluated with. rows: each once, without the `dropped` ones. num_prompts: of one epoch.
-    environments: by source what answers the model between its turns. remarks: what a person should know, and what stops
-    nothing."""
+    """The checked inputs of training and evaluation."""
 
     rows: Rows
+    """Each once, without the `dropped` ones."""
     num_prompts: int
+    """Number of prompts of one epoch."""
     environments: Mapping[str, EnvironmentSpec] = field(default_factory=dict)
+    """By source, the environment that answers the model."""
     dropped: int = 0
     remarks: list[str] = field(default_factory=list)
+    """For a person to know; they stop nothing."""
 
 
 def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True) -> Prepared:
@@ -71,7 +73,7 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
 
 
 def check_converted(config: Config, prepared: Prepared) -> Prepared:
-    """What was prepared from a model file, once more with the directory that it was converted into. Raises ConfigError."""
+    """Prepares a run from a model file again, with the directory of the converted model. Raises ConfigError."""
     subject = Subject(config, prepared.rows)
     remarks = [remark for stage in prompts.RULES for remark in stage.check(subject)]
     return _prepared(subject, [*prepared.remarks, *remarks])

@@ -30,7 +30,7 @@ _KINDS_OF_ROWS = 256  # sets of columns whose check is remembered
 
 
 def open_spool(run: RunDir, config: Config) -> Spool | None:
-    """Of the hub of this run; None where its prompts are all there. Raises ConfigError, JournalError."""
+    """The spool of this run's hub; None for a run without one. Raises ConfigError, JournalError."""
     if (source := config.data.spool) is None:
         return None
     own = run.path / "data" / "spool"
@@ -103,7 +103,7 @@ class RowCheck:
         return RejectedLine(lacking) if lacking else found
 
     def _lack(self, columns: frozenset[str], source: str | None) -> str:
-        """What is asked of a row of this source with these columns and is not there."""
+        """The fields that a row of this source needs and these columns lack."""
         config = self._config
         try:
             environments = environment_specs(config)

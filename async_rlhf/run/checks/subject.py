@@ -104,7 +104,7 @@ class Subject:
 
     @property
     def num_prompts(self) -> int:
-        """Of one epoch."""
+        """Number of prompts of one epoch."""
         return len(epoch_of(self.config.data, self.kept[0]))
 
 

@@ -61,7 +61,7 @@ def schema(config: Config) -> GroupSchema:
         max_completion_length=generation.longest_completion,
         rewards=frozenset(spec.name for spec in stage_specs(config)).union(score_names(config, environments)),
         environment=bool(environments),
-        splits=any(own.render == "split" for own in config.environment.all.values()),
+        splits=any(environment.render == "split" for environment in config.environment.all.values()),
         calls=any(spec.calls for spec in environments),
         sampling=generation.sampling,
         routing=read_routing(

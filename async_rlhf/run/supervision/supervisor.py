@@ -378,7 +378,7 @@ class Supervisor:
         sent when the run is continued."""
         trackers = [child for child in self._children.values() if child.node.role == "tracker"]
         deadline = self._now() + _TRACKING_S
-        while any(each.process is not None or each.wanted for each in trackers) and self._now() < deadline:
+        while any(tracker.process is not None or tracker.wanted for tracker in trackers) and self._now() < deadline:
             if self._is_forced() or self._run.is_lost():
                 break
             for tracker in trackers:
