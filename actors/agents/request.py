@@ -205,5 +205,5 @@ def _number(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _number(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [*map(_value, value)]
+        return [*map(_number, value)]
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -130,3 +130,13 @@ def test_two_calls_at_the_same_time_are_two_conversations_and_each_goes_on_with_
     conversations.wrote(1, first, assistant("same"))
     following = digests([], [user("q"), assistant("same"), user("more")])
     assert [conversations.place(following) for _ in range(3)] == [(0, 2), (1, 2), (2, 0)]
+
+
+def test_arguments_in_lists_are_compared_as_json_values_too() -> None:
+    def digest(argument: Any) -> bytes:
+        (found,) = digests([], [assistant("", ("f", {"x": argument}))])
+        return found
+
+    for one, other in ((1, 1.0), ([1], [1.0]), ([[1, "a"]], [[1.0, "a"]]), ([{"n": 1}], [{"n": 1.0}])):
+        assert digest(one) == digest(other)
+    assert len({digest(each) for each in (["{}"], [{}], [None], [""], ["1"], [1])}) == 6

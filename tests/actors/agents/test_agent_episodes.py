@@ -374,7 +374,7 @@ def test_an_agent_that_blocks_the_loop_fails_alone(bench: Callable[..., Bench]) 
     played.opens("other")
     end = to_the_end(played, "block", act="block")
     assert "it blocked the event loop for more than 15 s" in end.failure.reason, end
-    assert played.events["other"][1:2] == [None] and played.pool.counters.failed == {"timed out": 1}
+    assert played.events["other"][1:2] == [None] and played.pool.counters.failed == {"timed_out": 1}
 
 
 def test_a_program_that_an_agent_leaves_behind_ends_with_the_process(bench: Callable[..., Bench], tmp_path: Path) -> None:
