@@ -227,9 +227,8 @@ def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "
     try:
         return config.start(model_dir, on_update=on_update, version=version)
     except ImportError as error:
-        raise ConfigError(
-            f"engine.kind = {config.kind!r} cannot be used: {error}; install the extra of that name, or use 'torch'"
-        ) from error
+        advice = "; install the extra of that name, or use 'torch'" if config.needs else ""
+        raise ConfigError(f"engine.kind = {config.kind!r} cannot be used: {error}{advice}") from error
 
 
 def check_room(engine: Engine, prompt: int, new: int) -> None:
