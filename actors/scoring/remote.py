@@ -20,7 +20,7 @@ class RemoteRewards:
     """The `RemoteKind` of calls. names: by reward, that of its stage there. is_scorer: the scorer of this machine, which limits
     the time of calls itself."""
 
-    timeout_setting = "scoring.timeout_s or its own"
+    timeout_setting = "scoring.timeout_s"
     whole_timeout_s: float | None = None
 
     def __init__(self, names: Mapping[str, str], *, is_scorer: bool = False) -> None:

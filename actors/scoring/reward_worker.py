@@ -50,7 +50,7 @@ class RewardKind:
     """The `SessionKind` of a pool of reward workers. specs: all plain, or all asynchronous. at_once: asynchronous calls in the
     process. functions: by reward, those that only this process has."""
 
-    timeout_setting, memory_setting = "scoring.timeout_s or its own", "scoring.worker_memory_mb"
+    timeout_setting, memory_setting = "scoring.timeout_s", "scoring.worker_memory_mb"
     cleans_up = False
 
     def __init__(
