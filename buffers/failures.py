@@ -5,10 +5,13 @@ Plain data: it crosses processes and machines. Imports nothing heavy, because ev
 
 from __future__ import annotations
 
+import logging
 import traceback
+from collections import Counter
 from enum import StrEnum
 from typing import NamedTuple
 
+_log = logging.getLogger(__name__)
 # A failure travels with its rollout; an exception's message can be as long as the completion it quotes.
 MAX_REASON_CHARS = 500
 # The log has the traceback of a first failure.
@@ -46,6 +49,15 @@ class Failure(NamedTuple):
     reason: str
     traceback: str = ""
     retry_after_s: float | None = None
+
+
+def count(counts: Counter[FailureKind], failure: Failure, what: str) -> None:
+    """The log gets the first failure of each kind with its traceback. what: failed."""
+    if failure.kind not in counts:
+        _log.warning(
+            "%s failed (%s), later ones are only counted: %s\n%s", what, failure.kind, failure.reason, failure.traceback
+        )
+    counts[failure.kind] += 1
 
 
 def raised(error: BaseException, retry_on: tuple[type[BaseException], ...] = ()) -> Failure:

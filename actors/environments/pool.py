@@ -25,6 +25,7 @@ from async_rlhf.actors.workers import CALLER
 from async_rlhf.actors.workers.client import RemoteSessions
 from async_rlhf.actors.workers.pool import WorkerPool
 from async_rlhf.actors.workers.sessions import Closed, Lost, Sessions, StepResult, Stopped
+from async_rlhf.buffers import failures
 from async_rlhf.buffers.errors import EpisodeError
 from async_rlhf.buffers.failures import Failure, FailureKind
 
@@ -179,14 +180,9 @@ class EpisodePool(Generic[Key]):
         return Event(pending.key, end, message.began, message.ended)
 
     def _count(self, end: EpisodeEnd) -> None:
-        """The log gets the first failure of each kind with its traceback."""
         self.counters.episodes[end.reason] += 1
-        if (why := end.failure) is not None:
-            if why.kind not in self.counters.failed:
-                logger.warning(
-                    "an episode failed (%s), later ones are only counted: %s\n%s", why.kind, why.reason, why.traceback
-                )
-            self.counters.failed[why.kind] += 1
+        if end.failure is not None:
+            failures.count(self.counters.failed, end.failure, "an episode")
 
     def _count_cleanup(self, closed: Closed) -> None:
         if not self.counters.cleanups_failed:

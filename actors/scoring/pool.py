@@ -24,6 +24,7 @@ from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec
 from async_rlhf.actors.scoring.places import RewardPlaces
 from async_rlhf.actors.scoring.reward_queue import ScoringTask
 from async_rlhf.actors.scoring.reward_worker import Answers
+from async_rlhf.buffers import failures
 from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.failures import FailureKind
 from async_rlhf.buffers.record import Float32Array, Rollout, SamplingMask, Score, pieces, source_of
@@ -80,13 +81,8 @@ class RewardCounters:
     not_read: int = 0
 
     def count(self, name: str, answer: Answer) -> None:
-        """The log gets the first failure of each kind with its traceback."""
-        if (why := answer.failure) is not None:
-            if why.kind not in self.failed:
-                logger.warning(
-                    "reward %r failed (%s), later ones are only counted: %s\n%s", name, why.kind, why.reason, why.traceback
-                )
-            self.failed[why.kind] += 1
+        if answer.failure is not None:
+            failures.count(self.failed, answer.failure, f"reward {name!r}")
         elif answer.value is None and answer.logprobs is None:
             self.not_applicable += 1
         else:
