@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from async_rlhf.buffers.config import KindSection
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.learner.config import FunctionSection
+from async_rlhf.run.tables import lay, nested
 
 _log = logging.getLogger(__name__)
 NAME = "NAME"
@@ -82,10 +83,11 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "checkpoint.keep_last": ("save_total_limit", "max_ckpt_num", "max_actor_ckpt_to_keep"),
 }  # fmt: skip
 _OURS = {theirs: ours for ours, names in ELSEWHERE.items() for theirs in names}
-# Keys of earlier versions, and what they are now; `_moved` reads them of a run.
+# Keys of earlier versions, and what they are now.
 _MOVED = {
     "engine.kv_policy": "engine.kv.policy",
-    "engine.vllm": "engine.tensor_parallel_size and engine.arguments, of engine.kind = 'vllm'",
+    "engine.vllm.tensor_parallel_size": "engine.tensor_parallel_size",
+    "engine.vllm.arguments": "engine.arguments",
 }
 # By our key: what others call a kind, and the settings that are it here. Only names that are none of ours.
 KINDS: Mapping[str, Mapping[str, str]] = {
@@ -191,8 +193,13 @@ def _is_secret(annotation: Any) -> bool:
 def known(values: dict[str, Any], config: type[BaseModel]) -> dict[str, Any]:
     """The values of a run that an earlier version may have begun: keys that moved stand where they are now, those that are none
     any more are left out and logged, for constants have taken their places."""
-    if isinstance(engine := values.get("engine"), dict):
-        values["engine"] = _moved(engine)
+    for old, new in _MOVED.items():
+        *tables, key = old.split(".")
+        table: Any = values
+        for name in tables:
+            table = table.get(name) if isinstance(table, dict) else None
+        if isinstance(table, dict) and key in table:
+            lay(values, nested(new, table.pop(key)))
     try:
         config.model_validate(values)
     except ValidationError as error:
@@ -205,14 +212,6 @@ def known(values: dict[str, Any], config: type[BaseModel]) -> dict[str, Any]:
         if gone:
             _log.warning("settings that are none any more: %s", ", ".join(".".join(map(str, place)) for place in gone))
     return values
-
-
-def _moved(engine: dict[str, Any]) -> dict[str, Any]:
-    """The settings of an engine from a version in which those of all kinds stood in one section."""
-    of_vllm = engine.pop("vllm", {})
-    if policy := engine.pop("kv_policy", None):
-        engine.setdefault("kv", {})["policy"] = policy
-    return engine | of_vllm if engine.get("kind") == "vllm" else engine
 
 
 def check_parameters(section: FunctionSection, config: type[BaseModel]) -> None:
@@ -248,8 +247,8 @@ def _unknown(given: Sequence[str], value: Any, config: type[BaseModel], values: 
     section = kind_sections(config).get(name)
     if section is None or name not in values:
         return f": {nearest(given, value, config)}"
-    if (now := _MOVED.get(".".join(given))) is not None:
-        return f": it has become {now}"
+    if now := [new for old, new in _MOVED.items() if f"{old}.".startswith(f"{'.'.join(given)}.")]:
+        return f": it has become {' and '.join(now)}"
     kind = values[name].get("kind", section.model_fields["kind"].default)
     kind_keys = [setting.key for setting in own_settings(section, kind)]
     near = nearest(given, value, config, [f"{name}.{key}" for key in kind_keys])

@@ -19,11 +19,12 @@ def check_prompts(subject: Subject) -> None:
         try:
             if data.spool is not None:
                 raise ConfigError("an evaluation has the same prompts every time, and a spool's are used up; name a file")
-            evaluated = Subject(config.model_copy(update={"data": data}), is_here=subject.is_here)
+            evaluated = Subject(config.model_copy(update={"data": data}), environments=subject.environments)
             rows.check_all_columns(evaluated)
             rows.check_sources_judged(evaluated)
-            for stage in prompts.RULES:
-                stage.check(evaluated)
+            if evaluated.has_model_directory:  # the rules of the model itself were checked with the run's prompts
+                prompts.check_lengths(evaluated)
+                list(prompts.check_kept(evaluated))
         except ConfigError as error:
             message = _OF_SOURCE.sub("evaluation.", str(error))  # which speaks of the settings of a run's own prompts
             raise ConfigError(f"evaluation.source: {message}") from error

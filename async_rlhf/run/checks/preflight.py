@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from async_rlhf.actors.environments import EnvironmentSpec
-from async_rlhf.buffers.errors import check_all
 from async_rlhf.run import learner_checks
 from async_rlhf.run.checks import evaluation, machine, prompts, rows
 from async_rlhf.run.checks.effects import without_effect
@@ -20,7 +19,6 @@ from async_rlhf.run.checks.spool import check_spool
 from async_rlhf.run.checks.subject import Stage, Subject, of_config
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_data import Rows
-from async_rlhf.run.scoring import stage_specs
 
 _RULES = (
     Stage(
@@ -28,13 +26,14 @@ _RULES = (
     ),
     Stage(
         "settings",
-        lambda subject: check_all(lambda: subject.environments, lambda: stage_specs(subject.config)),
+        rows.load_environments,
+        rows.check_stages,
         of_config(machine.check_trackers),
         of_config(machine.check_hooks),
         of_config(check_teachers),
     ),
     Stage("this machine", of_config(check_spool)),
-    Stage("settings", lambda subject: check_all(lambda: subject.rows)),  # alone: rows that cannot be had are asked for once
+    Stage("settings", rows.load),  # alone: the rules below would load rows that cannot be had once each
     Stage("settings", rows.check_sources_judged, rows.check_all_columns, rows.check_named_sources, rows.check_taught),
     Stage("settings", rows.check_names, of_config(learner_checks.remarks)),
     *prompts.RULES,
@@ -42,7 +41,7 @@ _RULES = (
         "settings",
         prompts.check_stop,
         evaluation.check_prompts,
-        lambda subject: subject.config.bound(subject.num_prompts).check(),
+        rows.check_bound,
     ),
     # A server may come up while a run goes on, which then asks it again.
     Stage("this machine", of_config(unanswered)),
@@ -74,7 +73,7 @@ def preflight(config: Config, rows: Rows | None = None, *, is_here: bool = True)
 
 def check_converted(config: Config, prepared: Prepared) -> Prepared:
     """Prepares a run from a model file again, with the directory of the converted model. Raises ConfigError."""
-    subject = Subject(config, prepared.rows)
+    subject = Subject(config, prepared.rows, prepared.environments)
     remarks = [remark for stage in prompts.RULES for remark in stage.check(subject)]
     return _prepared(subject, [*prepared.remarks, *remarks])
 

@@ -13,7 +13,6 @@ from async_rlhf.run.checks.model import (
     check_adapters,
     check_model_files,
     check_routing,
-    longest_prompt,
     names_end,
     no_room,
 )
@@ -38,7 +37,7 @@ def check_rendering(subject: Subject) -> None:
 
 def check_lengths(subject: Subject) -> None:
     """Raises ConfigError for prompts without a token, and for those that are too long where none is to be left out."""
-    found, texts, (limit, setting) = subject.lengths, subject.texts, longest_prompt(subject.config)
+    found, texts, (limit, setting) = subject.lengths, subject.texts, subject.limit
     if found.empty:
         number = found.empty[0]
         raise ConfigError(
@@ -62,7 +61,7 @@ def check_kept(subject: Subject) -> Iterator[str]:
     if not subject.kept[0] and subject.config.data.spool is None:
         raise ConfigError(
             f"all {num_training} training prompts are left out: {num_training - num_repeated} are longer than "
-            f"{longest_prompt(subject.config)[1]}, {num_repeated} are, as the model reads them, prompts that are held out; "
+            f"{subject.limit[1]}, {num_repeated} are, as the model reads them, prompts that are held out; "
             "data.held_out = 0 holds none out"
         )
     if too_long:
@@ -107,4 +106,4 @@ RULES = (
     Stage("model directory", of_config(check_adapters), check_rendering, check_lengths),
     Stage("model directory", check_kept, of_config(check_routing), seen, ends),
 )
-"""Also of the prompts of an evaluation, and of a model file that was converted into a directory."""
+"""Also of a model file, once it is converted into a directory."""

@@ -1,4 +1,4 @@
-"""Rules about rows: what judges and plays those of each source, and which columns that asks for."""
+"""Rules about rows: what judges and plays those of each source, which columns that asks for, and whether there are enough."""
 
 from __future__ import annotations
 
@@ -9,6 +9,26 @@ from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.record import SOURCE, source_of
 from async_rlhf.run.checks.subject import Subject
 from async_rlhf.run.scoring import check_columns, check_judged, common_columns, stage_specs
+
+
+def load_environments(subject: Subject) -> None:
+    """Raises ConfigError for one that cannot be used."""
+    _ = subject.environments
+
+
+def check_stages(subject: Subject) -> None:
+    """Raises ConfigError for a reward that cannot be used, and for a stage that cannot be where it is placed."""
+    stage_specs(subject.config)
+
+
+def load(subject: Subject) -> None:
+    """Raises ConfigError for rows that cannot be read."""
+    _ = subject.rows
+
+
+def check_bound(subject: Subject) -> None:
+    """Raises ConfigError for a bound that a run of so many prompts cannot keep."""
+    subject.config.bound(subject.num_prompts).check()
 
 
 def check_sources_judged(subject: Subject) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
@@ -23,16 +23,23 @@ from async_rlhf.run.scoring import environment_specs, played_by, score_names
 class Subject:
     """A configuration and what it names; each part is read when the first rule asks for it. Parts raise ConfigError.
 
-    rows: where they are loaded already. is_here: whether the run will be on this machine.
+    rows, environments: where they are loaded already. is_here: whether the run will be on this machine.
     """
 
-    def __init__(self, config: Config, rows: Rows | None = None, *, is_here: bool = True) -> None:
-        self.config, self.is_here, self._given = config, is_here, rows
+    def __init__(
+        self,
+        config: Config,
+        rows: Rows | None = None,
+        environments: Mapping[str, EnvironmentSpec] | None = None,
+        *,
+        is_here: bool = True,
+    ) -> None:
+        self.config, self.is_here, self._given, self._environments = config, is_here, rows, environments
 
     @cached_property
-    def environments(self) -> dict[str, EnvironmentSpec]:
+    def environments(self) -> Mapping[str, EnvironmentSpec]:
         """By source."""
-        return environment_specs(self.config)
+        return environment_specs(self.config) if self._environments is None else self._environments
 
     @cached_property
     def rows(self) -> Rows:
@@ -65,8 +72,12 @@ class Subject:
 
     @cached_property
     def lengths(self) -> PromptLengths:
-        limit, _ = longest_prompt(self.config)
-        return self.tokenizer.lengths(self.texts, self.are_chats[: len(self.texts)], limit)
+        return self.tokenizer.lengths(self.texts, self.are_chats[: len(self.texts)], self.limit[0])
+
+    @cached_property
+    def limit(self) -> tuple[int, str]:
+        """As `longest_prompt` gives it."""
+        return longest_prompt(self.config)
 
     @cached_property
     def repeated(self) -> set[int]:
