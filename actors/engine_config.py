@@ -60,7 +60,7 @@ class EngineConfig(KindSection):
     prefill_tokens: int = Field(default=2048, ge=1)
     """Prompt tokens (and recomputed prefixes) computed in one step beside the decoding."""
     kv_bytes: int | None = Field(default=None, ge=1)
-    """Most bytes of keys and values. `"none"`: as each engine says below."""
+    """Most bytes of keys and values. `"none"`: the default of each engine, below."""
     canary_limit: float | None = Field(default=None, gt=0)
     """Largest difference, in nats a token, of learner and engine on the probe; above it the actor does not generate. `"none"`:
     0.001 in float32, 0.5 in 16 bits."""

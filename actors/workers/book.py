@@ -41,7 +41,7 @@ class SessionBook:
         stepping, it is the cause                         has failed
         stepping, the cause is not known                  is suspect: lost the first time, failed the second
 
-    What its process says of it is passed on while it is waiting or stepping; of one that is closing, because it has ended or
+    What its process reports of it is passed on while it is waiting or stepping; of one that is closing, because it has ended or
     was discarded, only that it is over.
 
     Of the suspects in a process one steps at a time, so that the second crash identifies one and not all that happened to be

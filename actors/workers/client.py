@@ -3,7 +3,7 @@
 owns        a DEALER socket and a thread; the open sessions, each with the step that is not answered yet
 waits for   messages of the server, actions of its owner; sends a beat once a second
 woken by    the socket, and by `do` through a pipe
-on close    the server is told to close the sessions, and closes what a silent client has left
+on close    the server gets the order to close the sessions, and closes what a silent client has left
 
 A server that began anew, or that has dropped this client, names what is missing: first steps are sent again and counted
 (`num_resent`), a session that had gone further is lost, once for each key. Steps that a server leaves unanswered fail at their

@@ -196,7 +196,7 @@ def warm(preload: Sequence[str], variables: Mapping[str, str]) -> ForkServer | N
 
 def fork(preload: Sequence[str], variables: Mapping[str, str], request: Callable[[ForkServer], int]) -> int | None:
     """The result of `request` to a server with these variables, started again if it has just ended. None where there can be no
-    server, or it ends while it imports: the caller then imports for itself, and its log says why. Raises OSError."""
+    server, or it ends while it imports: the caller then imports for itself, and its log has the reason. Raises OSError."""
     with _lock:
         for _ in range(2):
             if (server := warm(preload, variables)) is None:

@@ -149,7 +149,7 @@ def held_to(cpus: tuple[int, ...] | None) -> Iterator[None]:
 
 
 def with_threads(threads: int | None, variables: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables that set how many threads a process computes with; None: as its configuration says.
+    """Variables that set how many threads a process computes with; None: those of its configuration.
 
     Where parts share CPUs, not all threads of a process run at once. One that spins while it waits for another takes a CPU that
     the other needs, and a decode step takes time slices instead of milliseconds. So they sleep while they wait, unless
@@ -162,6 +162,6 @@ def with_threads(threads: int | None, variables: Mapping[str, str] = os.environ)
 
 
 def assigned_threads(variables: Mapping[str, str] = os.environ) -> int | None:
-    """The threads that the launcher has set for this process; None: as its configuration says."""
+    """The threads that the launcher has set for this process; None: those of its configuration."""
     found = variables.get(_THREADS)
     return None if found is None else int(found)
