@@ -1,0 +1,102 @@
+"""Slurm on hosts: munged and slurmd on each, slurmctld on the first."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+from pathlib import Path
+
+from tests.conftest import wait_for
+from tests.hosts.machines import ROOT, Host, Hosts, obstacle
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
+# What a job waits for is as short as it can be set: how long a site lets it wait is not what is tested.
+CONFIGURATION = """
+ClusterName=tested
+SlurmctldHost={first.name}({first.address})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={own}/munge.socket
+StateSaveLocation={shared}/state
+SlurmdSpoolDir={own}/spool
+SlurmctldPidFile={own}/slurmctld.pid
+SlurmdPidFile={own}/slurmd.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/linear
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+ReturnToService=2
+KillWait=20
+SchedulerParameters=batch_sched_delay=0,sched_interval=1
+{nodes}
+PartitionName=all Nodes=ALL Default=YES State=UP
+"""
+
+
+def slurm_obstacle() -> str | None:
+    """Why there can be no Slurm here."""
+    return obstacle(*PROGRAMS) or (None if ROOT else "Slurm starts jobs as their users, which only root may")
+
+
+class Slurm:
+    """Made at once, of hosts that live on. own: a folder that each host has for itself. shared: one that all see, where jobs
+    are submitted; a job's output is in it, in the order of its starts."""
+
+    def __init__(self, hosts: Hosts, own: Path, shared: Path, environment: dict[str, str]) -> None:
+        self._first, self._shared = hosts.all[0], shared
+        self._daemons: list[subprocess.Popen[bytes]] = []
+        key = shared / "munge.key"
+        key.write_bytes(secrets.token_bytes(128))
+        key.chmod(0o600)
+        (shared / "state").mkdir()
+        nodes = "\n".join(f"NodeName={host.name} NodeAddr={host.address} CPUs=2" for host in hosts.all)
+        configuration = shared / "slurm.conf"
+        configuration.write_text(CONFIGURATION.format(first=self._first, own=own, shared=shared, nodes=nodes))
+        self.environment = {**os.environ, **environment, "SLURM_CONF": str(configuration)}
+        for host in hosts.all:
+            files = [f"--{name}={own}/munge.{name}" for name in ("socket", "pid-file", "log-file", "seed-file")]
+            self._start(host, "munged", "--foreground", "--force", f"--key-file={key}", *files)
+        self._start(self._first, "slurmctld", "-D")
+        for host in hosts.all:
+            self._start(host, "slurmd", "-D", "-N", host.name)
+        wait_for(lambda: self.control("sinfo", "-ho", "%T") == "idle", "every node of Slurm")
+
+    def control(self, *words: str) -> str:
+        """Output of a command of Slurm on the first host; nothing as long as Slurm does not answer."""
+        command = self._first.command(words)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=False, env=self.environment, stdin=subprocess.DEVNULL
+        )
+        return done.stdout.strip()
+
+    def submit(self, script: Path, *options: str) -> str:
+        """The number of the job."""
+        return self.control("sbatch", "--parsable", f"--chdir={self._shared}", *options, str(script))
+
+    def job(self, number: str) -> dict[str, str]:
+        """What Slurm says of it: `JobState`, `NodeList`, `Restarts`."""
+        return dict(word.split("=", 1) for word in self.control("scontrol", "-o", "show", "job", number).split() if "=" in word)
+
+    def is_in(self, number: str, *states: str) -> bool:
+        return self.job(number).get("JobState") in states
+
+    def output(self, number: str) -> str:
+        path = self._shared / f"slurm-{number}.out"
+        return path.read_text() if path.exists() else ""
+
+    def close(self) -> None:
+        """End the daemons; what jobs have left ends with its host."""
+        for daemon in reversed(self._daemons):
+            daemon.kill()
+            daemon.wait()
+
+    def _start(self, host: Host, *words: str) -> None:
+        with (self._shared / f"{words[0]}.{host.name}.log").open("wb") as log:
+            self._daemons.append(
+                subprocess.Popen(
+                    host.command(words), env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                )
+            )
