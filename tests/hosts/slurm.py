@@ -29,7 +29,7 @@ SelectType=select/linear
 JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 ReturnToService=2
-KillWait=20
+KillWait=120
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 {nodes}
 PartitionName=all Nodes=ALL Default=YES State=UP
@@ -42,11 +42,11 @@ def slurm_obstacle() -> str | None:
 
 
 class Slurm:
-    """Made at once, of hosts that live on. own: a folder that each host has for itself. shared: one that all see, where jobs
-    are submitted; a job's output is in it, in the order of its starts."""
+    """Made at once; at its end nothing runs on the hosts. own: a folder that each host has for itself. shared: one that all
+    see."""
 
     def __init__(self, hosts: Hosts, own: Path, shared: Path, environment: dict[str, str]) -> None:
-        self._first, self._shared = hosts.all[0], shared
+        self._hosts, self._first, self._shared = hosts, hosts.all[0], shared
         self._daemons: list[subprocess.Popen[bytes]] = []
         key = shared / "munge.key"
         key.write_bytes(secrets.token_bytes(128))
@@ -73,24 +73,21 @@ class Slurm:
         return done.stdout.strip()
 
     def submit(self, script: Path, *options: str) -> str:
-        """The number of the job."""
-        return self.control("sbatch", "--parsable", f"--chdir={self._shared}", *options, str(script))
+        """The number of the job, which runs in the script's folder and writes its output there."""
+        return self.control("sbatch", "--parsable", f"--chdir={script.parent}", *options, str(script))
 
     def job(self, number: str) -> dict[str, str]:
         """What Slurm says of it: `JobState`, `NodeList`, `Restarts`."""
         return dict(word.split("=", 1) for word in self.control("scontrol", "-o", "show", "job", number).split() if "=" in word)
 
-    def is_in(self, number: str, *states: str) -> bool:
-        return self.job(number).get("JobState") in states
-
-    def output(self, number: str) -> str:
-        path = self._shared / f"slurm-{number}.out"
-        return path.read_text() if path.exists() else ""
+    def update(self, *settings: str) -> None:
+        """Of a job or a node, as its operator does."""
+        self.control("scontrol", "update", *settings)
 
     def close(self) -> None:
-        """End the daemons; what jobs have left ends with its host."""
-        for daemon in reversed(self._daemons):
-            daemon.kill()
+        for host in self._hosts.all:
+            host.die()
+        for daemon in self._daemons:
             daemon.wait()
 
     def _start(self, host: Host, *words: str) -> None:
