@@ -49,7 +49,7 @@ from async_rlhf.actors.workers.sessions import Closed, Happened, Lost, StepResul
 from async_rlhf.buffers.errors import ConfigError, DeadlineError, RewardError, WireError
 from async_rlhf.buffers.failures import Failure, FailureKind, timed_out
 from async_rlhf.buffers.protocol.message import Codec
-from async_rlhf.buffers.transport.frames import Waker
+from async_rlhf.buffers.transport.frames import Waker, watch_connections
 from async_rlhf.buffers.transport.keys import load_peer
 
 _log = logging.getLogger(__name__)
@@ -331,6 +331,7 @@ def dealer(context: zmq.Context[Any], address: str, keys: str, codec: Codec[Any]
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, codec.max_bytes)
     socket.setsockopt(zmq.SNDHWM, 0)  # an owner must not wait; what is queued is bounded by what the engine decodes
+    watch_connections(socket)
     # The name by which the server knows these sessions, also over the next connection.
     socket.setsockopt(zmq.IDENTITY, uuid.uuid4().hex.encode())
     try:

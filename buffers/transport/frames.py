@@ -27,6 +27,23 @@ HANDSHAKES_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED
 UNKNOWN = -1
 """Descriptor of a connection that ZeroMQ does not report: its peer has a protocol from before version 3."""
 
+# A peer is dead, and its connection closed, when the kernel at its end acknowledges nothing for so long. Kernels answer for a
+# process that is busy or frozen, and while one large frame takes minutes, as heartbeats of ZeroMQ would not.
+_DEAD_AFTER_S = 25
+_IDLE_S, _PROBE_EVERY_S = 10, 5  # also keeps a connection known to a router that forgets idle ones
+_CONNECT_S = 5  # then another attempt: the kernel's own come after pauses that double
+
+
+def watch_connections(socket: zmq.Socket[bytes]) -> None:
+    """Let the socket close TCP connections whose other end is gone, so that it makes them anew. Else a cut of a minute could
+    cost two, and one towards a host that is no more is kept for a quarter of an hour. Before `connect` or `bind`."""
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _IDLE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, _PROBE_EVERY_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, (_DEAD_AFTER_S - _IDLE_S) // _PROBE_EVERY_S)
+    socket.setsockopt(zmq.TCP_MAXRT, _DEAD_AFTER_S * 1000)  # data that is not acknowledged; Linux only
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_S * 1000)
+
 
 def receive(socket: zmq.Socket[bytes]) -> Frames | None:
     """The next message, or None when there is none."""

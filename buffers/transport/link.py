@@ -21,7 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from async_rlhf.buffers.errors import ConfigError, DeadlineError, HubRestartedError, RefusedError
 from async_rlhf.buffers.protocol import wire
-from async_rlhf.buffers.transport.frames import HANDSHAKES_FAILED, Waker, bytes_received, receive, send
+from async_rlhf.buffers.transport.frames import HANDSHAKES_FAILED, Waker, bytes_received, receive, send, watch_connections
 from async_rlhf.buffers.transport.keys import PeerKeys, load_peer
 
 # HWM counts messages, not bytes, and only those that wait. Sent to a hub that is away: a minute's beats and every group an
@@ -81,6 +81,7 @@ class SocketLink:
         self._socket.setsockopt(zmq.RCVHWM, _RECEIVE_HWM)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        watch_connections(self._socket)
         if keys is not None:
             keys.apply(self._socket)
         self._monitor = self._socket.get_monitor_socket(

@@ -84,6 +84,7 @@ class ServerSocket:
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_part_bytes)
         self._socket.setsockopt(zmq.RCVHWM, max_unread)
         self._socket.setsockopt(zmq.SNDHWM, max_unsent)
+        frames.watch_connections(self._socket)
         # A peer that was cut comes back under its name before the old connection is known to be dead.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._monitor = self._socket.get_monitor_socket(HANDSHAKES_FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)

@@ -20,7 +20,6 @@ from async_rlhf.actors.rewards import resolve
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import content_digest
 from async_rlhf.buffers.transport import keys, link
-from async_rlhf.inspect.chaos import problems
 from async_rlhf.launch import connection, depot
 from async_rlhf.launch.connection import NodeFiles
 from async_rlhf.launch.orders import Start
@@ -40,6 +39,7 @@ from tests.actors.scored import Bench
 from tests.async_rlhf.test_agreement import machine
 from tests.async_rlhf.test_supervisor import Heard
 from tests.conftest import has_ended, output_of
+from tests.hosts.cluster import assert_nothing_lost
 
 AGENT = (sys.executable, "-m", "async_rlhf.launch.agent")
 # On one of two hosts there is no model, and its clock is five minutes ahead.
@@ -93,12 +93,6 @@ def agents() -> list[psutil.Process]:
             if "async_rlhf.launch" in line and "fork_server" not in line:
                 found.append(child)
     return found
-
-
-def assert_nothing_lost(run: RunDir) -> None:
-    """Of a run that was drained."""
-    done = run.config().model_copy(update={"max_steps": len(run.read_metrics())})
-    assert problems(run, done) == [] and run.read_ledger()["ledger"]["quarantined"] == 0
 
 
 @pytest.mark.rest
