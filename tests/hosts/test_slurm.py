@@ -50,6 +50,7 @@ class Job:
         self._script.write_text(SCRIPT)
 
     def configure(self, max_steps: int) -> None:
+        self.max_steps = max_steps
         launch = {**tomllib.loads(SHOWN)["launch"], "hosts": ["replaced"], "directory": str(self._own / "there")}
         run = {"name": "start", "output_dir": "runs", "max_steps": max_steps, "actors.count": 1, "checkpoint.save_every": 100_000}
         config = load(QUICK, {**SMALL, **run, **{f"launch.{key}": value for key, value in launch.items()}})
@@ -82,41 +83,44 @@ def saved(run: RunDir) -> int:
     return int(json.loads((run.latest / "state.json").read_text())["step"])
 
 
-def test_a_job_saves_its_run_before_its_time_limit_and_goes_on_with_the_nodes_that_are_left(slurm: Slurm, job: Job) -> None:
+def test_a_job_goes_on_with_the_nodes_that_are_left_when_its_time_is_up_and_when_a_node_fails(slurm: Slurm, job: Job) -> None:
     number = job.submit()
     job.goes_on()
     assert job.reaches(number, JobState="RUNNING")["NodeList"] == "a,b"
     slurm.update("NodeName=b", "State=DRAIN", "Reason=tested")
     job.goes_on()
 
-    slurm.update(f"JobId={number}", "TimeLimit=10")  # no longer than before it the script asks for the signal
+    slurm.update(f"JobId={number}", "TimeLimit=10")  # at which the script wants the signal at once
     job.reaches(number, JobState="PENDING", Restarts="1")
-    reached = steps(job.run.path)
-    assert saved(job.run) == reached and "drained; --resume continues" in job.said(number)
+    assert saved(job.run) == steps(job.run.path) and "drained; --resume continues" in job.said(number)
 
-    job.configure(reached + 4)
-    slurm.update(f"JobId={number}", "TimeLimit=60", "StartTime=now")  # Slurm lets what is requeued wait for two minutes
-    assert job.reaches(number, JobState="COMPLETED")["NodeList"] == "a,c"
-    assert_whole(job.run.path, reached + 4)
-    slurm.update("NodeName=b", "State=RESUME")
-
-
-def test_jobs_in_a_row_go_on_with_one_run_and_the_next_does_when_one_is_cancelled(slurm: Slurm, job: Job) -> None:
-    first = job.submit("--no-requeue")
-    following = job.submit("--no-requeue", "--array=1-3%1", f"--dependency=afterany:{first}")
+    # A job that was requeued waits for two minutes, unless it is told otherwise.
+    slurm.update(f"JobId={number}", "TimeLimit=60", "StartTime=now+3")
     job.goes_on()
-    slurm.control("scancel", "--batch", "--signal=TERM", first)
-    job.reaches(first, JobState="COMPLETED", ExitCode="0:0", Restarts="0")
-    assert "drained; --resume continues" in job.said(first)
+    assert job.reaches(number, JobState="RUNNING")["NodeList"] == "a,c"
+    job.configure(steps(job.run.path) + 50)
+    slurm.update("NodeName=b", "State=RESUME")
+    slurm.update("NodeName=c", "State=DOWN", "Reason=tested")
+    job.reaches(number, JobState="PENDING", Restarts="2")
 
-    job.reaches(f"{following}_1", JobState="RUNNING")
-    last = job.goes_on() + 8
-    job.configure(last)
-    slurm.control("scancel", f"{following}_1")
-    job.reaches(f"{following}_1", JobState="CANCELLED", Restarts="0")
-    assert "drained; --resume continues" in job.said(f"{following}_1")
+    slurm.update(f"JobId={number}", "StartTime=now+3")
+    assert job.reaches(number, JobState="COMPLETED", ExitCode="0:0")["NodeList"] == "a,b"
+    slurm.update("NodeName=c", "State=RESUME")
+    assert_whole(job.run.path, job.max_steps)
 
-    for task in ("2", "3"):
-        job.reaches(f"{following}_{task}", JobState="COMPLETED", ExitCode="0:0")
-        assert f"all steps done: {last} steps" in job.said(f"{following}_{task}")
-    assert_whole(job.run.path, last)
+
+def test_jobs_in_a_row_go_on_with_one_run_also_after_one_that_was_cancelled(slurm: Slurm, job: Job) -> None:
+    row = job.submit("--no-requeue", "--array=1-2%1")
+    last = job.submit(f"--dependency=afterany:{row}")
+    job.goes_on()
+    slurm.control("scancel", "--batch", "--signal=TERM", f"{row}_1")
+    job.reaches(f"{row}_1", JobState="COMPLETED", ExitCode="0:0", Restarts="0")
+
+    job.goes_on()
+    slurm.control("scancel", f"{row}_2")
+    job.configure(steps(job.run.path) + 50)
+    job.reaches(f"{row}_2", JobState="CANCELLED", Restarts="0")
+    assert all("drained; --resume continues" in job.said(f"{row}_{task}") for task in (1, 2))
+
+    job.reaches(last, JobState="COMPLETED", ExitCode="0:0")
+    assert_whole(job.run.path, job.max_steps)

@@ -14,7 +14,7 @@ import pytest
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.run.hosts.connections import connect
 from tests.conftest import REPOSITORY, has_ended, wait_for
-from tests.hosts.cluster import have_had_groups, steps_on, training
+from tests.hosts.cluster import more_groups, steps_on, training
 from tests.hosts.machines import Hosts
 from tests.hosts.sshd import Ssh, ssh_obstacle
 
@@ -110,7 +110,7 @@ def test_a_run_over_ssh_uses_a_host_again_whose_sshd_dies_and_one_whose_connecti
         "engine.slots": 8,
     }  # fmt: skip
     with training(hosts["login"], small_arguments(**overrides), output) as (_, run):
-        wait_for(have_had_groups(run, ["actor-0", "actor-1"]), "groups on both hosts")
+        more_groups(run, ["actor-0", "actor-1"], "groups on both hosts")
 
         ssh.of["gpu1"].kill()
         wait_for(says("actor-0 is lost: host 'gpu1': its command (ssh) ended with code 255: "), "the loss of its sshd")
@@ -118,12 +118,12 @@ def test_a_run_over_ssh_uses_a_host_again_whose_sshd_dies_and_one_whose_connecti
         wait_for(says("ssh: connect to host gpu1 port 22: Connection refused; it is tried again"), "another try")
         steps_on(run, 2, "steps without it")
         ssh.of["gpu1"].start()
-        wait_for(have_had_groups(run, ["actor-0"]), "new groups there")
+        more_groups(run, ["actor-0"], "new groups there")
 
         (agent,) = agents("gpu2")
         for process in ssh.of["gpu2"].sessions():
             process.suspend()
         wait_for(says("actor-1 is lost: host 'gpu2': it has sent nothing for 6 s (launch.lost_after_s)"), "its silence")
         wait_for(lambda: has_ended(agent), "the end of an agent that nothing reaches")
-        wait_for(have_had_groups(run, ["actor-1"]), "groups through another connection")
+        more_groups(run, ["actor-1"], "groups through another connection")
     assert output.read_text().count("is lost") == 3
