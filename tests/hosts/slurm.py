@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import subprocess
+import sys
 from pathlib import Path
 
 from tests.conftest import wait_for
@@ -45,7 +46,7 @@ class Slurm:
     """Made at once; at its end nothing runs on the hosts. own: a folder that each host has for itself. shared: one that all
     see."""
 
-    def __init__(self, hosts: Hosts, own: Path, shared: Path, environment: dict[str, str]) -> None:
+    def __init__(self, hosts: Hosts, own: Path, shared: Path) -> None:
         self._hosts, self._first, self._shared = hosts, hosts.all[0], shared
         self._daemons: list[subprocess.Popen[bytes]] = []
         key = shared / "munge.key"
@@ -55,7 +56,8 @@ class Slurm:
         nodes = "\n".join(f"NodeName={host.name} NodeAddr={host.address} CPUs=2" for host in hosts.all)
         configuration = shared / "slurm.conf"
         configuration.write_text(CONFIGURATION.format(first=self._first, own=own, shared=shared, nodes=nodes))
-        self.environment = {**os.environ, **environment, "SLURM_CONF": str(configuration)}
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin"  # jobs call async-rlhf by its name
+        self._environment = {**os.environ, "PATH": path, "SLURM_CONF": str(configuration)}
         for host in hosts.all:
             files = [f"--{name}={own}/munge.{name}" for name in ("socket", "pid-file", "log-file", "seed-file")]
             self._start(host, "munged", "--foreground", "--force", f"--key-file={key}", *files)
@@ -68,7 +70,7 @@ class Slurm:
         """Output of a command of Slurm on the first host; nothing as long as Slurm does not answer."""
         command = self._first.command(words)
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=60, check=False, env=self.environment, stdin=subprocess.DEVNULL
+            command, capture_output=True, text=True, timeout=60, check=False, env=self._environment, stdin=subprocess.DEVNULL
         )
         return done.stdout.strip()
 
@@ -93,7 +95,5 @@ class Slurm:
     def _start(self, host: Host, *words: str) -> None:
         with (self._shared / f"{words[0]}.{host.name}.log").open("wb") as log:
             self._daemons.append(
-                subprocess.Popen(
-                    host.command(words), env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-                )
+                subprocess.Popen(host.command(words), env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             )

@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -62,16 +64,26 @@ class Sshd:
 
     def processes(self) -> list[psutil.Process]:
         """The listener and those of its sessions."""
-        return [process for process in self.host.processes() if process.name() == "sshd"]
+        return self._found(lambda process: process.name() == "sshd")
 
     def sessions(self) -> list[psutil.Process]:
         return [process for process in self.processes() if self._listener is not None and process.pid != self._listener.pid]
+
+    def agents(self) -> list[psutil.Process]:
+        return self._found(lambda process: "async_rlhf.launch.agent" in process.cmdline())
 
     def kill(self) -> None:
         for process in self.processes():
             process.kill()
         if self._listener is not None:
             self._listener.wait()
+
+    def _found(self, belongs: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
+        found = []
+        for process in self.host.processes():
+            with suppress(psutil.NoSuchProcess):
+                found += [process] if belongs(process) else []
+        return found
 
 
 class Ssh:
@@ -100,7 +112,9 @@ def home_of(host: Host, shared: Path) -> Path:
     (home / ".ssh").mkdir(parents=True, mode=0o700)
     lines = Path("/etc/passwd").read_text().splitlines()
     fields = [line.split(":") for line in lines]
-    users.write_text("".join(":".join([*of[:5], str(home) if of[2] == str(os.getuid()) else of[5], "/bin/bash"]) + "\n" for of in fields))
+    users.write_text(
+        "".join(":".join([*of[:5], str(home) if of[2] == str(os.getuid()) else of[5], "/bin/bash"]) + "\n" for of in fields)
+    )
     host.run(f"mount --bind {users} /etc/passwd")
     return home
 

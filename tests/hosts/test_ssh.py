@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from async_rlhf.buffers.errors import ConfigError
@@ -102,28 +101,24 @@ def test_a_run_over_ssh_uses_a_host_again_whose_sshd_dies_and_one_whose_connecti
     def says(text: str) -> Callable[[], bool]:
         return lambda: text in output.read_text()
 
-    def agents(name: str) -> list[psutil.Process]:
-        return [each for each in ssh.of[name].host.processes() if "async_rlhf.launch.agent" in each.cmdline()]
-
     overrides = settings(tmp_path) | {
-        "launch.lost_after_s": 6.0, "actors.count": 2, "max_steps": 100_000, "placement.hosts": [{}, {"name": "gpu1"}, {"name": "gpu2"}],
-        "engine.slots": 8,
+        "launch.lost_after_s": 6.0, "actors.count": 2, "engine.slots": 8, "max_steps": 100_000,
+        "placement.hosts": [{}, {"name": "gpu1"}, {"name": "gpu2"}],
     }  # fmt: skip
     with training(hosts["login"], small_arguments(**overrides), output) as (_, run):
         more_groups(run, ["actor-0", "actor-1"], "groups on both hosts")
 
         ssh.of["gpu1"].kill()
         wait_for(says("actor-0 is lost: host 'gpu1': its command (ssh) ended with code 255: "), "the loss of its sshd")
-        wait_for(lambda: not agents("gpu1"), "the end of its agent")
+        wait_for(lambda: not ssh.of["gpu1"].agents(), "the end of its agent")
         wait_for(says("ssh: connect to host gpu1 port 22: Connection refused; it is tried again"), "another try")
         steps_on(run, 2, "steps without it")
         ssh.of["gpu1"].start()
         more_groups(run, ["actor-0"], "new groups there")
 
-        (agent,) = agents("gpu2")
+        (agent,) = ssh.of["gpu2"].agents()
         for process in ssh.of["gpu2"].sessions():
             process.suspend()
         wait_for(says("actor-1 is lost: host 'gpu2': it has sent nothing for 6 s (launch.lost_after_s)"), "its silence")
         wait_for(lambda: has_ended(agent), "the end of an agent that nothing reaches")
         more_groups(run, ["actor-1"], "groups through another connection")
-    assert output.read_text().count("is lost") == 3
