@@ -160,7 +160,8 @@ class Exchange:
                 name = self._sessions.name_of(identity, self._clock())
                 return self._sessions.handle(name, message, self._clock())
             case wire.Fetch() | wire.FetchChunk():
-                self.outbox.send(identity, *self._weight_server.serve(message), request)
+                for answer, arrays in self._weight_server.serve(message):
+                    self.outbox.send(identity, answer, arrays, request)
                 return None
             case wire.GetStatus():
                 return wire.Status(status=self.status())

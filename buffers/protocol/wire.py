@@ -24,7 +24,7 @@ from async_rlhf.buffers.protocol.message import Amount, Canary, Count, DeltaSpec
 from async_rlhf.buffers.record import FinishReason
 from async_rlhf.buffers.sampling import Sampling
 
-PROTOCOL = 16
+PROTOCOL = 17
 MAX_FRAME_BYTES, MAX_HEADER_BYTES = message.MAX_FRAME_BYTES, message.MAX_HEADER_BYTES
 Frames = message.Frames
 
@@ -374,6 +374,8 @@ class Fetch(message.OfSet):
     """The asker can map memory of the hub's machine."""
     holds: Digest | None = None
     """Content digest of the set it has, for a delta."""
+    ahead: int = Field(default=0, ge=0, le=64)
+    """Chunks that are sent right behind the manifest, in the order of `weight_set.chunks_of`: a round trip less."""
 
 
 class Manifest(Announced):

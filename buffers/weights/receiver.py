@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 
 from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import WeightsError, WireError
@@ -20,10 +21,10 @@ from async_rlhf.buffers.weights.assembly import Assembly, ChunkedBytes, mapped
 from async_rlhf.buffers.weights.shared import HeapPool, MakeMemory, attach, is_local
 from async_rlhf.buffers.weights.standby import Standby
 from async_rlhf.buffers.weights.store import Delta
-from async_rlhf.buffers.weights.weight_set import WeightSet, content_digest, num_chunks
+from async_rlhf.buffers.weights.weight_set import WeightSet, chunks_of, content_digest
 
 _log = logging.getLogger(__name__)
-_CHUNKS_AHEAD = 8  # chunks requested before the first has come
+_CHUNKS_AHEAD = 8  # chunks on their way at once; the first come with the manifest
 TURN_S = 0.02
 """Time for verification between two decode steps, about one step of a large model: 8 GB take 50 to 100 turns."""
 _MAX_DAMAGED = 3  # weight sets in a row that may come damaged (replaced at the hub while they were fetched)
@@ -57,7 +58,7 @@ class WeightReceiver:
         self._asking: Iterator[tuple[str | None, int]] = iter(())
         self._held: WeightSet | None = None
         self._weights: WeightSet | None = None
-        self._request = 0
+        self._request = self._ahead = 0
         self._num_damaged = 0
 
     def reset(self) -> None:
@@ -81,7 +82,9 @@ class WeightReceiver:
         else:
             self._target = target
             holds = None if self._held is None else self._held.digest
-            self._request = self._send(wire.Fetch(fence=target[0], version=target[1], maps=self._maps, holds=holds))
+            self._ahead = _CHUNKS_AHEAD if self._assembly is None else 0  # some of an unfinished set are here already
+            fetch = wire.Fetch(fence=target[0], version=target[1], maps=self._maps, holds=holds, ahead=self._ahead)
+            self._request = self._send(fetch)
 
     def receive(self, part: wire.Manifest | wire.Chunk, arrays: wire.Frames) -> None:
         """One more part of the set that is fetched; parts of others are dropped. Raises WeightsError when it keeps coming
@@ -148,10 +151,11 @@ class WeightReceiver:
             self._steps = list(steps)
             name = f"the delta to version {manifest.version}"
             self._deltas = {step.result: ChunkedBytes(name, step.num_bytes) for step in steps}
-        missing: list[tuple[str | None, int]] = [(None, index) for index in sorted(unfinished.missing)]
-        chunks = [(step.result, index) for step in steps for index in range(num_chunks(step.num_bytes))]
-        self._asking = iter(chunks if steps else missing)
-        for _ in range(_CHUNKS_AHEAD):
+        taken = manifest.model_copy(update={"deltas": steps})
+        coming = set(islice(chunks_of(manifest), self._ahead))
+        needed = [chunk for chunk in chunks_of(taken) if steps or chunk[1] in unfinished.missing]
+        self._asking = (chunk for chunk in needed if chunk not in coming)
+        for _ in range(_CHUNKS_AHEAD - len(coming.intersection(needed))):
             self._ask_chunk()
 
     def _leads(self, steps: list[DeltaSpec], digest: str) -> bool:

@@ -222,10 +222,10 @@ class WeightCache:
 
     def _answer(self, identity: bytes, request: int, wanted: wire.Fetch | wire.FetchChunk) -> None:
         try:
-            message, arrays = self._weight_server.serve(wanted)
+            for message, arrays in self._weight_server.serve(wanted):
+                self._queue(identity, message, request, arrays)
         except WeightsError as error:
-            message, arrays = wire.Refused(reason="weights", detail=str(error)), []
-        self._queue(identity, message, request, arrays)
+            self._queue(identity, wire.Refused(reason="weights", detail=str(error)), request)
 
     def _queue(self, identity: bytes, message: wire.Message, request: int, arrays: wire.Frames | None = None) -> None:
         self.answers.append([identity, *wire.encode(message, arrays, request)])

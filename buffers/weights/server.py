@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import cast
 
 from async_rlhf.buffers.config import WeightsConfig
@@ -22,7 +23,7 @@ from async_rlhf.buffers.weights.broadcast import Broadcasts
 from async_rlhf.buffers.weights.digests import num_threads
 from async_rlhf.buffers.weights.shared import HeapPool, Memory, SealedMemory, attach
 from async_rlhf.buffers.weights.store import MAX_DELTA_SHARE, Delta, WeightStore
-from async_rlhf.buffers.weights.weight_set import WeightSet, chunk_of, content_digest
+from async_rlhf.buffers.weights.weight_set import WeightSet, chunk_of, chunks_of, content_digest
 
 # Verified before other peers have a turn: some ten milliseconds. Of a set that is announced the learner requests each
 # such piece, and waits for it.
@@ -177,12 +178,21 @@ class WeightServer:
 
     # -- to the actors -----------------------------------------------------------------------------------------------
 
-    def serve(self, request: wire.Fetch | wire.FetchChunk) -> tuple[wire.Message, wire.Frames]:
-        """The requested manifest or chunk; raises WeightsError when it is not here."""
-        if isinstance(request, wire.Fetch):
-            if not self.has((request.fence, request.version)):
-                raise WeightsError(f"version {request.version} is not here; there are {sorted(self.store.versions)}")
-            return self._manifest(request), []
+    def serve(self, request: wire.Fetch | wire.FetchChunk) -> Iterator[tuple[wire.Message, wire.Frames]]:
+        """The requested chunk, or manifest and first chunks; raises WeightsError when it is not here."""
+        if isinstance(request, wire.FetchChunk):
+            yield self._chunk(request)
+            return
+        if not self.has((request.fence, request.version)):
+            raise WeightsError(f"version {request.version} is not here; there are {sorted(self.store.versions)}")
+        manifest = self._manifest(request)
+        yield manifest, []
+        if manifest.places or request.holds == content_digest(manifest.tensors):
+            return
+        for delta, index in islice(chunks_of(manifest), request.ahead):
+            yield self._chunk(wire.FetchChunk(fence=request.fence, version=request.version, delta=delta, index=index))
+
+    def _chunk(self, request: wire.FetchChunk) -> tuple[wire.Chunk, wire.Frames]:
         if request.delta is None:
             data = self.store.get(request.version).chunk(request.index)
         else:

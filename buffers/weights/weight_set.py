@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -126,6 +126,14 @@ def chunk_bytes() -> int:
 
 def num_chunks(size: int) -> int:
     return -(-size // CHUNK_BYTES)
+
+
+def chunks_of(manifest: Manifest) -> Iterator[tuple[str | None, int]]:
+    """(result of a delta, or None; index) of the chunks that a manifest stands for, in the order in which they are sent."""
+    if not manifest.deltas:
+        yield from ((None, index) for index in range(num_chunks(manifest.num_bytes)))
+    for delta in manifest.deltas:
+        yield from ((delta.result, index) for index in range(num_chunks(delta.num_bytes)))
 
 
 def chunk_of(data: bytes | memoryview, index: int, name: str) -> memoryview:

@@ -99,8 +99,9 @@ MUTATIONS = {
         "A relay that is asked for a set it does not have gives out the newest it has.", "truth",
         (WeightCache.request, "target not in self._kept", "not self._kept"),
         (WeightCache._answer, "self._weight_server.serve(wanted)",
-         'self._weight_server.serve(wanted.model_copy(update={"version": self._kept[-1][1]}))'
-         '; message = message.model_copy(update={"version": wanted.version})')),
+         'self._weight_server.serve(wanted.model_copy(update={"version": self._kept[-1][1]}))'),
+        (WeightCache._answer, "self._queue(identity, message, request, arrays)",
+         'self._queue(identity, message.model_copy(update={"version": wanted.version}), request, arrays)')),
     "write_what_others_map": mutation(
         "The learner writes each version into the memory of the one before, which was mapped although it is not sealed.",
         "truth crash refused",
