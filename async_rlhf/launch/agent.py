@@ -184,7 +184,7 @@ def serve(agent: Agent, pipe: Pipe) -> NoReturn:
         if not events and time.monotonic() - sent_at >= _ALIVE_S:
             events.append(orders.Alive())
         for event in events:
-            pipe.send(orders.EVENTS.pack(event), lost_after_s - silent_s)  # what passes it on may be frozen
+            pipe.send(orders.EVENTS.pack(event), max(lost_after_s - silent_s, 0.0))  # what passes it on may be frozen
             sent_at = time.monotonic()
     raise ConnectionAbortedError(f"no order for {lost_after_s:.0f} s")
 
