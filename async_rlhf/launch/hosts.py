@@ -54,7 +54,7 @@ class Pipe:
                     data = data[os.write(self._writes, data) :]
                 except BlockingIOError:
                     if not select.select([], [self._writes], [], patience_s)[1]:
-                        raise ConnectionAbortedError(f"nothing was read for {patience_s:.0f} s") from None
+                        raise ConnectionAbortedError("what it sends is not read") from None
 
     def end(self, timeout_s: float) -> bool:
         """Whether the other side reads the end; not when a `send` waits for room longer than this."""

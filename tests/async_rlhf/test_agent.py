@@ -153,7 +153,7 @@ def test_an_agent_whose_output_is_not_read_ends(agent: Callable[..., Spoken]) ->
     spoken = agent(lost_after_s=5.0)
     spoken.say(Want(places={f"{number:032x}": "" for number in range(4096)}))  # the answer is more than a pipe holds
     wait_for(lambda: spoken.process.poll() is not None, "its end")
-    assert "nothing was read for" in spoken.end()
+    assert "what it sends is not read" in spoken.end()
 
 
 def test_an_agent_leaves_it_to_its_supervisor_when_signals_that_all_processes_of_a_job_receive_end_it(
