@@ -16,7 +16,14 @@ _TOGETHER = (
     "tests/experiments/test_sweep_on_ray.py", "tests/learner/test_ranks.py", "tests/planning/test_plan_search.py",
     "tests/simulation/test_simulation.py::test_the_schedules",
 )  # fmt: skip
-_LONG = ("tests/async_rlhf/", "tests/experiments/", "tests/learner/test_ranks.py", "tests/simulation/", "tests/fuzz/")
+_LONG = (
+    "tests/async_rlhf/",
+    "tests/experiments/",
+    "tests/hosts/",
+    "tests/learner/test_ranks.py",
+    "tests/simulation/",
+    "tests/fuzz/",
+)
 
 
 class Scheduling(LoadScopeScheduling):

@@ -8,12 +8,13 @@
 
 `python -m async_rlhf.launch.agent [NAME DEVICES]` takes orders from standard input and gives events to standard output;
 whatever starts it on the host (ssh, srun, Ray) only passes bytes on. It ends when its input ends, and when it has received
-nothing for `lost_after_s`.
+nothing, or its output was not read, for `lost_after_s`. It ignores the signals that a job's processes all receive.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -183,7 +184,7 @@ def serve(agent: Agent, pipe: Pipe) -> NoReturn:
         if not events and time.monotonic() - sent_at >= _ALIVE_S:
             events.append(orders.Alive())
         for event in events:
-            pipe.send(orders.EVENTS.pack(event))
+            pipe.send(orders.EVENTS.pack(event), max(lost_after_s - silent_s, 0.0))  # what passes it on may be frozen
             sent_at = time.monotonic()
     raise ConnectionAbortedError(f"no order for {lost_after_s:.0f} s")
 
@@ -192,7 +193,10 @@ def main() -> int:
     """Orders come from standard input, events go to standard output, and all printed text to standard error.
 
     Its arguments are those of `Agent`."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     writes = os.dup(sys.stdout.fileno())
+    os.set_blocking(writes, False)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     agent = Agent(sys.argv[1], int(sys.argv[2])) if sys.argv[2:] else Agent()
     warm()

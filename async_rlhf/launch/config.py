@@ -16,7 +16,9 @@ class LaunchConfig(Section):
     """`local`: this machine. `hosts`: those that `command` reaches. `ray`: nodes of a Ray cluster (extra `ray`)."""
     hosts: tuple[str, ...] = ()
     """With `kind = "hosts"`: their names, as `command` takes them. Actors are distributed over them in turn."""
-    command: tuple[str, ...] = ("ssh", "-o", "BatchMode=yes", "{host}", "python", "-P", "-m", "async_rlhf.launch.agent")
+    command: tuple[str, ...] = (
+        "ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "{host}", "python", "-P", "-m", "async_rlhf.launch.agent",
+    )  # fmt: skip
     """With `kind = "hosts"`: starts an agent on `{host}`, passes on its standard input and output and nothing else."""
     directory: str = "~/.cache/async-rlhf"
     """Folder on each host for sent files; it may be deleted at any time. Files without code are not sent when the host has them

@@ -32,8 +32,8 @@ _END_S = 5.0
 class Pipe:
     """Frames over a pair of pipes: four bytes of length, most significant first, and as many bytes.
 
-    Owns both descriptors. One thread receives and another may send. Raises OSError when the other side is gone, WireError for
-    what is no frame.
+    Owns both descriptors. One thread receives and another may send. Raises OSError when the other side is gone, or reads
+    nothing for as long as a `send` has patience; WireError for what is no frame.
     """
 
     def __init__(self, reads: int, writes: int) -> None:
@@ -43,13 +43,18 @@ class Pipe:
         self._buffer = bytearray()
         self._sending = threading.Lock()
 
-    def send(self, frame: bytes) -> None:
+    def send(self, frame: bytes, patience_s: float | None = None) -> None:
+        """patience_s: how long it waits for room, where the descriptor is one that does not block."""
         with self._sending:
             if not self._end.alive:
                 raise BrokenPipeError("it has been closed here")
             data = memoryview(_LENGTH.pack(len(frame)) + frame)
             while data:
-                data = data[os.write(self._writes, data) :]
+                try:
+                    data = data[os.write(self._writes, data) :]
+                except BlockingIOError:
+                    if not select.select([], [self._writes], [], patience_s)[1]:
+                        raise ConnectionAbortedError("what it sends is not read") from None
 
     def end(self, timeout_s: float) -> bool:
         """Whether the other side reads the end; not when a `send` waits for room longer than this."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -146,6 +147,23 @@ def test_what_an_agent_runs_ends_when_it_is_killed_and_the_next_removes_what_it_
 def test_an_agent_that_receives_nothing_ends(agent: Callable[..., Spoken]) -> None:
     said = agent(lost_after_s=5.0).end()
     assert "ended with code 0" in said and "no order for" in said
+
+
+def test_an_agent_whose_output_is_not_read_ends(agent: Callable[..., Spoken]) -> None:
+    spoken = agent(lost_after_s=5.0)
+    spoken.say(Want(places={f"{number:032x}": "" for number in range(4096)}))  # the answer is more than a pipe holds
+    wait_for(lambda: spoken.process.poll() is not None, "its end")
+    assert "what it sends is not read" in spoken.end()
+
+
+def test_an_agent_leaves_it_to_its_supervisor_when_signals_that_all_processes_of_a_job_receive_end_it(
+    agent: Callable[..., Spoken],
+) -> None:
+    spoken = agent()
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        spoken.process.send_signal(number)
+    spoken.say(Want(places={}))
+    assert spoken.hear(MissingContents).digests == []
 
 
 def test_an_agent_that_reads_for_long_stays_connected_and_starts_a_node_at_its_place(

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from async_rlhf.run.display.console import Display
 from async_rlhf.run.display.terminal import Lasting
-from tests.conftest import REPOSITORY, wait_for
+from tests.conftest import REPOSITORY, python, wait_for
 
 PROGRAM = """
 import pathlib, signal, sys
@@ -108,3 +108,21 @@ def read_until(descriptor: int, text: bytes) -> None:
 def leading(program: str) -> str:
     """As a shell starts it: the terminal of its input is that of its session."""
     return f"import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSCTTY, 0)\n{program}"
+
+
+TERMINATED = """
+import math, signal, time
+from async_rlhf.run.display.terminal import on_signals
+
+asked = []
+with on_signals(lambda number, _: asked.append(number)):
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+        signal.raise_signal(number)
+    time.monotonic = lambda: math.inf
+    signal.raise_signal(signal.SIGTERM)
+print(*asked)
+"""
+
+
+def test_a_termination_that_all_processes_receive_and_a_script_passes_on_is_one_and_a_later_one_another() -> None:
+    assert python("-c", TERMINATED).stdout.split() == ["15", "2", "2", "15"]

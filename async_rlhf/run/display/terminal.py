@@ -7,24 +7,40 @@ When a terminal is closed, or its reader ends, the kernel sends SIGHUP, which wo
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 _GONE = (errno.EIO, errno.EPIPE)
+_SAME_S = 2.0
 
 
 @contextmanager
 def on_signals(handler: Callable[[int, Any], object]) -> Iterator[None]:
-    """SIGINT and SIGTERM go to `handler` until the block ends, SIGHUP nowhere; only the main thread may ask for them."""
+    """SIGINT and SIGTERM go to `handler` until the block ends, SIGHUP nowhere; only the main thread may ask for them.
+
+    SIGTERM soon after SIGTERM is the same one: Slurm sends it to every process of a job, and a job's script passes it on.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    terminated_at = -math.inf
+
+    def take(number: int, frame: Any) -> None:
+        nonlocal terminated_at
+        before_it, now = terminated_at, time.monotonic()
+        if number == signal.SIGTERM:
+            terminated_at = now
+        if number != signal.SIGTERM or now - before_it >= _SAME_S:
+            handler(number, frame)
+
+    before = {number: signal.signal(number, take) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with outliving_terminal():
             yield
