@@ -1,6 +1,6 @@
 """Agents on the nodes of a Ray cluster: Ray starts one on each node that the run uses, and reports when it is gone.
 
-    owns        the connection to the cluster, where this process had none; for each channel a Ray actor and its agent
+    owns        this process's connection to the cluster; for each channel a Ray actor and its agent
     waits for   Ray to start an actor, `START_S`; events, in a call of a second at most
     woken by    the answers of those calls
     on close    the agents end, and the actors are killed; those end anyway with the process that started them
@@ -18,6 +18,7 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
@@ -32,7 +33,6 @@ from async_rlhf.launch.connection import START_S
 from async_rlhf.launch.hosts import CommandChannel
 from async_rlhf.launch.sockets import socket_root
 
-_log = logging.getLogger(__name__)
 _OLDEST = (2, 60)
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
 _PROBE_S = 5.0
@@ -69,23 +69,25 @@ class RayAgent:
 class RayHosts:
     """See `connection.Hosts`. Raises ConfigError when there is no such cluster, or no node of it can be used.
 
-    address: IP:PORT of its head, or `auto` (`join`). actors: of the run; no more nodes are used (None: all that are there).
-    on_gpus: every agent takes its node's GPUs, and no other work is given them.
+    address: IP:PORT of its head, or `auto` (`join`). most: no more nodes are used (None: all that are there).
+    on_gpus: every agent takes its node's GPUs, and no other work is given them. names: the places of a run that has begun,
+    which nodes take when they are there.
     """
 
-    def __init__(self, address: str, actors: int | None, *, on_gpus: bool) -> None:
+    def __init__(self, address: str, most: int | None, *, on_gpus: bool, names: Sequence[str] = ()) -> None:
         self._on_gpus, self._guard = on_gpus, threading.Lock()
-        self._is_ours = not ray.is_initialized()
-        if self._is_ours:
-            join(address, "launch.address", or_local=True)
+        self.is_begun = join(address, "launch.address", or_local=not names)
+        """A cluster of this machine alone was begun, for there was none."""
+        self.address = ray.get_runtime_context().gcs_address
         self.here = str(ray.get_runtime_context().get_node_id())
         there = self._nodes()
-        if not there:
+        if not there and not names:
             self.close()
             needed = "a CPU and a GPU" if on_gpus else "a CPU"
             raise ConfigError(f"launch.address = {address!r}: no node of the cluster has {needed} for an agent")
         # A place and the node that has it, if any.
-        self._taken: dict[str, str] = {f"ray-{number}": node["NodeID"] for number, node in enumerate(there[:actors])}
+        taken = {f"ray-{number}": str(node["NodeID"]) for number, node in enumerate(there[:most])}
+        self._taken = dict.fromkeys(names, "") if names else taken
         self.names = tuple(self._taken)
         self.addresses = tuple(sorted({node["NodeManagerAddress"] for node in there}))
 
@@ -112,8 +114,7 @@ class RayHosts:
             raise ConnectionAbortedError(first_line(error)) from error
 
     def close(self) -> None:
-        if self._is_ours:
-            ray.shutdown()
+        ray.shutdown()
 
     def _take_node(self, name: str) -> dict[str, Any]:
         """The node that has this place; where it is gone, one that has none takes it. Raises OSError."""
@@ -166,9 +167,10 @@ class RayChannel:
         ray.kill(self._actor)
 
 
-def join(address: str, setting: str, *, or_local: bool = False) -> None:
+def join(address: str, setting: str, *, or_local: bool = False) -> bool:
     """Connect this process to the cluster, until `ray.shutdown`. setting: what the address was given as. or_local: where `auto`
-    finds none, and RAY_ADDRESS names none, one of this machine alone is started, as by `ray.init()`. Raises ConfigError."""
+    finds none, and RAY_ADDRESS names none, one of this machine alone is begun, as by `ray.init()`. Returns whether it was.
+    Raises ConfigError."""
     installed = tuple(int(part) for part in version("ray").split(".")[:2])
     if installed < _OLDEST:
         raise ConfigError(
@@ -188,12 +190,13 @@ def join(address: str, setting: str, *, or_local: bool = False) -> None:
     try:
         try:
             ray.init(address=address, **_QUIET)
+            return False
         except ConnectionError:
             if not or_local or address != "auto" or os.environ.get("RAY_ADDRESS"):
                 raise
-            _log.warning("there is no Ray cluster here: one of this machine alone is started, and ends with this command")
             temporary = os.environ.get("RAY_TMPDIR") or str(socket_root(room=70) / "ray")  # for its own sockets
             ray.init(address="local", include_dashboard=False, _temp_dir=temporary, **_QUIET)
+            return True
     except (OSError, RuntimeError, ValueError, RayError) as error:
         raise ConfigError(
             f"{setting} = {address!r}: the Ray cluster cannot be joined: {first_line(error)}; `ray start --head` begins one, "
