@@ -2,12 +2,12 @@
 cluster's head, and the supervisor has to go on.
 
     owns        that process, and for each channel a socket to it
-    waits for   the cluster to be joined, and an agent to be started there, `START_S` each
+    waits for   the cluster to be joined, and an agent to be started there, `_ANSWER_S` each
     woken by    bytes of the process
     on close    the process ends, and the agents with it
 
-When it has ended, the next connection begins another, which joins the cluster that answers at the same address then: the places
-of the run stay, and nodes take them anew. Needs the extra `ray`.
+When it has ended, the next connection begins another, which joins what answers at the same address then: the places of the run
+stay, and nodes take them anew. Needs the extra `ray`.
 """
 
 from __future__ import annotations
@@ -92,9 +92,7 @@ class ClusterChannel:
         self._socket, self._process = socket.socket(socket.AF_UNIX), process
         self._socket.connect(path)
         self._pipe = Pipe(os.dup(self._socket.fileno()), os.dup(self._socket.fileno()))
-
-    def send(self, frame: bytes) -> None:
-        self._pipe.send(frame)
+        self.send = self._pipe.send
 
     def receive(self, timeout_s: float) -> bytes | None:
         try:

@@ -98,19 +98,13 @@ class RayHosts:
     def connect(self, name: str) -> Any:
         """A `RayAgent` that runs on the node of this place. Raises OSError, RayError."""
         node = self._take_node(name)
-        options = {
-            "num_cpus": 1,
-            "num_gpus": node["Resources"].get("GPU", 0) if self._on_gpus else 0,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-            "max_concurrency": 3,
-            "max_restarts": 0,
-        }
-        agent = ray.remote(RayAgent).options(**options).remote()
-        try:
-            ray.get(agent.__ray_ready__.remote(), timeout=START_S)
-        except GetTimeoutError as error:
+        gpus = node["Resources"].get("GPU", 0) if self._on_gpus else 0
+        options: dict[str, Any] = {"num_cpus": 1, "num_gpus": gpus, "max_concurrency": 3, "max_restarts": 0}
+        strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        agent = ray.remote(RayAgent).options(scheduling_strategy=strategy, **options).remote()
+        if not ray.wait([agent.__ray_ready__.remote()], timeout=START_S)[0]:
             ray.kill(agent)
-            raise TimeoutError(f"Ray has started no agent within {START_S:.0f} s") from error
+            raise TimeoutError(f"Ray has started no agent within {START_S:.0f} s")
         return agent
 
     def _take_node(self, name: str) -> dict[str, Any]:
