@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from functools import partial
 
 from async_rlhf.actors.workers import CALLER
 from async_rlhf.buffers.config import check_installed
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.transport import keys, link
+from async_rlhf.launch.cluster import RayCluster
 from async_rlhf.launch.connection import Connections, Hosts
 from async_rlhf.launch.hosts import CommandHosts
 from async_rlhf.launch.orders import OpenAgent
@@ -100,11 +102,10 @@ def _hosts(config: Config) -> Hosts:
     if launch.kind == "hosts":
         return CommandHosts(launch.hosts, launch.command)
     check_ray("launch.kind", "ray", "'local' or 'hosts'")
-    from async_rlhf.launch.ray import RayHosts
-
-    on_gpus = not config.engine.device.startswith("cpu")
-    num_actors = None if config.actors.count == "fill" else config.actors.count
-    return RayHosts(launch.address, num_actors, on_gpus=on_gpus)
+    of_ranks = [int(name[4:]) + 1 for name in config.placement.learner_hosts if re.fullmatch(r"ray-\d{1,6}", name)]
+    on_gpus = not config.engine.device.startswith("cpu") or (bool(of_ranks) and config.learner.device == "cuda")
+    most = None if config.actors.count == "fill" else max(config.actors.count, *of_ranks, 1)
+    return RayCluster(launch.address, most, on_gpus=on_gpus)
 
 
 def check_ray(key: str, value: str, without: str) -> None:
