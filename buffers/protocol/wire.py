@@ -7,8 +7,7 @@
     control -> hub  GetStatus, Drain, Gone, Quarantine, Halt           hub -> control  Status, Done
     learner -> hub  SealedPart, Publish, Chunk (+ bytes), Check        hub -> learner  Wanted, Checked, Done
     learner -> hub  Gather, Broadcast                                  hub -> learner  Receive, Done
-    actor   -> hub  Fetch, FetchChunk                                  hub -> actor    Adopt, Manifest, Chunk (+ bytes),
-                                                                                       Receive, Broadcast
+    actor   -> hub  Fetch, FetchChunk                  hub -> actor  Adopt, Manifest, Chunk (+ bytes), Receive, Broadcast
 
 Every request may be answered with Refused. The same holds between an actor and a relay, which is the hub to it.
 """
