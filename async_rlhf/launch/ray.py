@@ -146,8 +146,9 @@ def main() -> int:
     facts = {each: getattr(hosts, each) for each in ("names", "addresses", "here", "address", "is_begun")}
     supervisor.send(json.dumps(facts).encode())
     while sys.stdin not in select.select([sys.stdin, listener], [], [])[0]:
-        carriers.append(threading.Thread(target=_carry, args=(listener.accept()[0], hosts), daemon=True))
-        carriers[-1].start()
+        carrier = threading.Thread(target=_carry, args=(listener.accept()[0], hosts), daemon=True)
+        carrier.start()
+        carriers = [*filter(threading.Thread.is_alive, carriers), carrier]  # a lost host is tried again for weeks
     for carrier in carriers:  # each ends its agent, for the supervisor has closed its channel
         carrier.join(_PROBE_S)
     ray.shutdown()

@@ -58,7 +58,7 @@ class WeightReceiver:
         self._asking: Iterator[tuple[str | None, int]] = iter(())
         self._held: WeightSet | None = None
         self._weights: WeightSet | None = None
-        self._request = self._ahead = 0
+        self._request = 0
         self._num_damaged = 0
 
     def reset(self) -> None:
@@ -82,8 +82,8 @@ class WeightReceiver:
         else:
             self._target = target
             holds = None if self._held is None else self._held.digest
-            self._ahead = _CHUNKS_AHEAD if self._assembly is None else 0  # some of an unfinished set are here already
-            fetch = wire.Fetch(fence=target[0], version=target[1], maps=self._maps, holds=holds, ahead=self._ahead)
+            ahead = _num_ahead(self._assembly)
+            fetch = wire.Fetch(fence=target[0], version=target[1], maps=self._maps, holds=holds, ahead=ahead)
             self._request = self._send(fetch)
 
     def receive(self, part: wire.Manifest | wire.Chunk, arrays: wire.Frames) -> None:
@@ -136,7 +136,7 @@ class WeightReceiver:
 
     def _begin(self, manifest: wire.Manifest) -> None:
         """Decide how to come by the set, and ask for its first chunks."""
-        digest, unfinished = content_digest(manifest.tensors), self._assembly
+        digest, unfinished, ahead = content_digest(manifest.tensors), self._assembly, _num_ahead(self._assembly)
         if self._held is not None and self._held.digest == digest:
             again = replace(self._held, fence=manifest.fence, version=manifest.version, canary=manifest.canary)
             self._finish(again)
@@ -152,7 +152,7 @@ class WeightReceiver:
             name = f"the delta to version {manifest.version}"
             self._deltas = {step.result: ChunkedBytes(name, step.num_bytes) for step in steps}
         taken = manifest.model_copy(update={"deltas": steps})
-        coming = set(islice(chunks_of(manifest), self._ahead))
+        coming = set(islice(chunks_of(manifest), ahead))
         needed = [chunk for chunk in chunks_of(taken) if steps or chunk[1] in unfinished.missing]
         self._asking = (chunk for chunk in needed if chunk not in coming)
         for _ in range(_CHUNKS_AHEAD - len(coming.intersection(needed))):
@@ -209,3 +209,8 @@ class WeightReceiver:
         if ask is not None and self._target is not None:
             fence, version = self._target
             self._send(wire.FetchChunk(fence=fence, version=version, delta=ask[0], index=ask[1]))
+
+
+def _num_ahead(unfinished: Assembly | None) -> int:
+    """Chunks that come with a manifest: none where some are here already, of which the hub does not know."""
+    return _CHUNKS_AHEAD if unfinished is None else 0

@@ -181,24 +181,23 @@ class WeightServer:
     def serve(self, request: wire.Fetch | wire.FetchChunk) -> Iterator[tuple[wire.Message, wire.Frames]]:
         """The requested chunk, or manifest and first chunks; raises WeightsError when it is not here."""
         if isinstance(request, wire.FetchChunk):
-            yield self._chunk(request)
+            yield self._chunk(request, request.delta, request.index)
             return
         if not self.has((request.fence, request.version)):
             raise WeightsError(f"version {request.version} is not here; there are {sorted(self.store.versions)}")
         manifest = self._manifest(request)
         yield manifest, []
-        if manifest.places or request.holds == content_digest(manifest.tensors):
-            return
-        for delta, index in islice(chunks_of(manifest), request.ahead):
-            yield self._chunk(wire.FetchChunk(fence=request.fence, version=request.version, delta=delta, index=index))
+        if not manifest.places and request.holds != self.store.get(request.version).digest:
+            for chunk in islice(chunks_of(manifest), request.ahead):
+                yield self._chunk(request, *chunk)
 
-    def _chunk(self, request: wire.FetchChunk) -> tuple[wire.Chunk, wire.Frames]:
-        if request.delta is None:
-            data = self.store.get(request.version).chunk(request.index)
+    def _chunk(self, request: wire.Fetch | wire.FetchChunk, delta: str | None, index: int) -> tuple[wire.Chunk, wire.Frames]:
+        if delta is None:
+            data = self.store.get(request.version).chunk(index)
         else:
-            data = chunk_of(self.store.delta(request.delta).data, request.index, "the delta")
+            data = chunk_of(self.store.delta(delta).data, index, "the delta")
         self._counters["served_bytes"] += len(data)
-        chunk = wire.Chunk(fence=request.fence, version=request.version, index=request.index, delta=request.delta)
+        chunk = wire.Chunk(fence=request.fence, version=request.version, index=index, delta=delta)
         return chunk, cast("wire.Frames", [data])  # a view is sent like bytes
 
     def _manifest(self, request: wire.Fetch) -> wire.Manifest:

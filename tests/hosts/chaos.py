@@ -2,27 +2,26 @@
 
     python -m tests.hosts.chaos --blows 100 --seed 1
 
-Beside it `async-rlhf try chaos` ends and freezes processes; together these are the faults of a cluster.
+`async-rlhf try chaos` ends and freezes processes; this has what lies between them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
 from async_rlhf.run.run_dir import RunDir
-from tests.conftest import train_arguments
+from tests.conftest import steps, train_arguments
 from tests.hosts.cluster import command_for, steps_on, training
 from tests.hosts.link import Conditions
 from tests.hosts.machines import Host, Hosts
-from tests.hosts.switch import DEVICE
+from tests.hosts.switch import DEVICE, say
 
 CUT = Conditions(cut=True)
 DAMAGE = {
@@ -55,7 +54,7 @@ def blows(names: Sequence[str], count: int, seed: int, longest_s: float) -> list
     return drawn[:count]
 
 
-def strike(hosts: Hosts, blow: Blow, wait: Callable[[float], None] = time.sleep) -> None:
+def strike(hosts: Hosts, blow: Blow) -> None:
     """Do the damage, wait, and mend it."""
     host, other = (hosts[name] for name in blow.hosts)
     network = hosts.network
@@ -66,7 +65,7 @@ def strike(hosts: Hosts, blow: Blow, wait: Callable[[float], None] = time.sleep)
     else:
         pairs = {"one way": [(host, other)], "pair": hosts.between(host, other), "isolated": hosts.around(host)}
         network.set(pairs.get(blow.kind, hosts.between()), DAMAGE.get(blow.kind, CUT))
-    wait(blow.seconds)
+    time.sleep(blow.seconds)
     network.forget(0)
     network.set(hosts.between(), Conditions())
 
@@ -90,8 +89,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        hosts = Hosts(folder, size="200m", seed=given.seed)
-        try:
+        with closing(Hosts(folder, size="200m", seed=given.seed)) as hosts:
             arguments = train_arguments(folder / "runs", **settings(folder, hosts.all[1:]))
             with training(hosts["a"], arguments, folder / "output") as (_, run):
                 steps_on(run, 2, "the first steps")
@@ -100,14 +98,10 @@ def main() -> None:
                     strike(hosts, blow)
                     steps_on(run, 1, f"a step after {blow}")
             report(run, given.blows, None)
-        finally:
-            hosts.close()
 
 
 def report(run: RunDir, number: int, blow: Blow | None) -> None:
-    words = {"blow": number, "what": blow, "steps": len(run.read_metrics()), "at": time.strftime("%T")}
-    sys.stdout.write(json.dumps(words) + "\n")
-    sys.stdout.flush()
+    say({"blow": number, "what": blow, "steps": steps(run.path), "at": time.strftime("%T")})
 
 
 if __name__ == "__main__":

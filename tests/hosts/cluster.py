@@ -15,7 +15,7 @@ import psutil
 from async_rlhf.inspect.chaos import problems
 from async_rlhf.launch.program import role_of
 from async_rlhf.run.run_dir import RunDir
-from tests.conftest import invoke, wait_for
+from tests.conftest import invoke, steps, wait_for
 from tests.hosts.machines import Host
 
 AGENT = (sys.executable, "-P", "-m", "async_rlhf.launch.agent")
@@ -52,10 +52,15 @@ def assert_nothing_lost(run: RunDir) -> None:
     assert problems(run, done) == [] and run.read_ledger()["ledger"]["quarantined"] == 0
 
 
-def actors(run: RunDir) -> dict[str, Any]:
-    """What the hub says of its actors; it is asked over its socket, which is a file."""
+def hub_of(run: RunDir) -> dict[str, Any]:
+    """What it says of itself; it is asked over its socket, which is a file."""
     code, output = invoke("status", run.path, "--json")
-    return {} if code else dict(json.loads(output)["hub"].get("actors", {}))
+    return {} if code else dict(json.loads(output)["hub"])
+
+
+def actors(run: RunDir) -> dict[str, Any]:
+    """What the hub says of its actors."""
+    return dict(hub_of(run).get("actors", {}))
 
 
 def of_actors(run: RunDir, names: Sequence[str], key: str) -> list[Any]:
@@ -82,5 +87,5 @@ def roles_of_agent(agent: psutil.Process) -> dict[str, psutil.Process]:
 
 def steps_on(run: RunDir, count: int, what: str) -> None:
     """Wait for so many more steps."""
-    step = len(run.read_metrics())
-    wait_for(lambda: len(run.read_metrics()) >= step + count, what)
+    step = steps(run.path)
+    wait_for(lambda: steps(run.path) >= step + count, what)

@@ -1,6 +1,6 @@
 """What distance costs a run: tokens a second with its actors on two other hosts, and the time until a version is adopted there.
 
-    python -m tests.hosts.distance run             # the shipped quick run; --scale 100 for a model of 100 M parameters
+    python -m tests.hosts.distance run             # the shipped quick run; --set model=DIR for another model
     python -m tests.hosts.distance publication
 
 Each condition of the network is set in turn while the run goes on, so that the machine's other work meets all alike. All hosts
@@ -10,14 +10,13 @@ are this machine: its processors also do the network's work.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,16 +30,17 @@ from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.run.run_dir import RunDir
-from tests.conftest import QUICK, sets
+from tests.conftest import QUICK, sets, steps
 from tests.hosts.chaos import settings
 from tests.hosts.cluster import steps_on, training
 from tests.hosts.link import Conditions
 from tests.hosts.machines import Host, Hosts
+from tests.hosts.switch import say
 
 MTU = 65_000  # so that the network itself costs little here
 ROUND_TRIP_MS = (0.1, 10, 50, 150)
 RATES = (1e9, 100e6)
-NEAR = "0.1 ms"
+LOCAL, NEAR = "local", "0.1 ms"
 PORT, DEADLINE_S = 5555, 300.0
 MIB = 1 << 20
 
@@ -58,43 +58,38 @@ def conditions() -> dict[str, Conditions]:
 def tokens_per_s(run: RunDir, seconds: float) -> float:
     """Completion tokens trained on, from one finished step to the first after so many seconds."""
     steps_on(run, 2, "steps under this condition")
-    began, first = time.monotonic(), len(run.read_metrics())
+    began, first = time.monotonic(), steps(run.path)
     time.sleep(seconds)
     steps_on(run, 1, "the last step of the turn")
     elapsed, records = time.monotonic() - began, run.read_metrics()[first:]
     return sum(record["num_tokens"] for record in records) / elapsed
 
 
-def measure_run(folder: Path, overrides: dict[str, object], rounds: int, seconds: float) -> None:
-    hosts = Hosts(folder, size="4g", mtu=MTU)
-    local: dict[str, object] = {**overrides, "max_steps": 1_000_000, "actors.count": 2, "name": "local"}
-    away: dict[str, object] = {**overrides, **settings(folder, hosts.all[1:]), "actors.count": 2, "name": "away"}
-    local["queue.max_staleness"] = away["queue.max_staleness"] = 2
-    away["placement.hosts"] = [{"cpus": 1}, {"name": "b", "cpus": 1}, {"name": "c", "cpus": 1}]
+def measure_run(folder: Path, chosen: Sequence[str], rounds: int, seconds: float) -> None:
+    """chosen: words of `train`, behind those that make it a run of two actors."""
     found: dict[str, list[float]] = {}
-    try:
+    with closing(Hosts(folder, size="4g", mtu=MTU)) as hosts:
+        local: dict[str, object] = {"max_steps": 1_000_000, "actors.count": 2, "queue.max_staleness": 2}
+        of_hosts = [{"cpus": 1}, {"name": "b", "cpus": 1}, {"name": "c", "cpus": 1}]
+        away = {**settings(folder, hosts.all[1:]), **local, "placement.hosts": of_hosts}
         for number in range(rounds):
-            for name, given in (("local", local), ("away", away)):
-                runs = folder / f"{name}-{number}"
+            for given, its in ((local, {LOCAL: Conditions()}), (away, conditions())):
+                runs = folder / f"{min(its)}-{number}".replace(" ", "")
                 runs.mkdir()
-                arguments = ["train", str(QUICK), *sets({**given, "output_dir": str(runs / "runs")})]
+                arguments = ["train", str(QUICK), *sets({**given, "output_dir": str(runs / "runs")}), *chosen]
                 with training(hosts["a"], arguments, runs / "output") as (_, run):
                     steps_on(run, 5, "the first steps")
-                    for condition, its in {"local": Conditions()}.items() if name == "local" else conditions().items():
-                        hosts.network.set(hosts.between(), its)
-                        found.setdefault(condition, []).append(tokens_per_s(run, seconds))
-                        report(condition=condition, tokens_per_s=round(found[condition][-1], 1), round=number)
+                    for name, condition in its.items():
+                        hosts.network.set(hosts.between(), condition)
+                        found.setdefault(name, []).append(tokens_per_s(run, seconds))
+                        say({"condition": name, "tokens_per_s": round(found[name][-1], 1), "round": number})
                     hosts.network.set(hosts.between(), Conditions())
-    finally:
-        hosts.close()
-    for condition, speeds in found.items():
-        ratios = [speed / near for speed, near in zip(speeds, found[NEAR], strict=True)]
-        to_local = [speed / near for speed, near in zip(speeds, found["local"], strict=True)]
-        report(
-            condition=condition, tokens_per_s=round(statistics.median(speeds), 1),
-            to_local=[round(f(to_local), 3) for f in (statistics.median, min, max)],
-            to_near=[round(f(ratios), 3) for f in (statistics.median, min, max)],
-        )  # fmt: skip
+    for name, speeds in found.items():
+        row: dict[str, Any] = {"condition": name, "tokens_per_s": round(statistics.median(speeds), 1)}
+        for other in (LOCAL, NEAR):
+            ratios = [speed / its for speed, its in zip(speeds, found[other], strict=True)]
+            row[f"to_{other}"] = [round(f(ratios), 3) for f in (statistics.median, min, max)]
+        say(row)
 
 
 # -- a publication -------------------------------------------------------------------------------------------------------
@@ -132,19 +127,11 @@ def act(address: str) -> None:
             client.beat(state, wire.Telemetry())
 
 
-def say(value: float) -> None:
-    sys.stdout.write(f"{value}\n")
-    sys.stdout.flush()
-
-
 @contextmanager
 def role(host: Host, name: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     words = [sys.executable, "-m", "tests.hosts.distance", name, *map(str, arguments)]
-    with subprocess.Popen(host.command(words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    with host.running(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
 
 
 class Published(NamedTuple):
@@ -167,46 +154,34 @@ def publish(hosts: Hosts, learner: subprocess.Popen[str], actor: subprocess.Pope
 def measure_publication(folder: Path, turns: int) -> None:
     """Full sets and deltas of a model, and deltas of an adapter. At 0.1 ms the time is that of the hosts themselves."""
     for load, num_bytes, changed in (("full set", 200 * MIB, 1.0), ("delta", 200 * MIB, 0.02), ("adapter", 4 * MIB, 0.02)):
-        hosts = Hosts(folder, ("a", "b"), mtu=MTU)
-        address = f"ipc://{folder}/hub"
-        network = f"tcp://{hosts.all[0].address}:{PORT}"
-        a, b = hosts.all
-        try:
+        with closing(Hosts(folder, ("a", "b"), mtu=MTU)) as hosts:
+            a, b = hosts.all
+            address, network = f"ipc://{folder}/hub", f"tcp://{a.address}:{PORT}"
             with (
                 role(a, "hub", f"{address},{network}", folder),
                 role(a, "learner", address, num_bytes) as learner,
                 role(b, "actor", network) as actor,
             ):
                 publish(hosts, learner, actor, changed)
-                for condition, its in conditions().items():
-                    hosts.network.set(hosts.between(), its)
+                for name, condition in conditions().items():
+                    hosts.network.set(hosts.between(), condition)
                     measured = [publish(hosts, learner, actor, changed) for _ in range(turns)]
-                    seconds = statistics.median(each.seconds for each in measured)
-                    sent = statistics.median(each.sent for each in measured)
-                    trips = seconds / (2 * its.delay_s)
-                    at_rate = {"of_bytes_over_rate": round(seconds * its.rate / 8 / sent, 2)} if its.rate else {}
-                    report(
-                        load=load,
-                        condition=condition,
-                        seconds=round(seconds, 3),
-                        sent_mb=sent / 1e6,
-                        trips=round(trips, 2),
-                        **at_rate,
-                    )
-        finally:
-            hosts.close()
+                    say({"load": load, "condition": name, **shown(measured, condition)})
 
 
-def report(**row: Any) -> None:
-    sys.stdout.write(json.dumps(row) + "\n")
-    sys.stdout.flush()
+def shown(measured: Sequence[Published], condition: Conditions) -> dict[str, float]:
+    """Medians, and the time beside a round trip and beside bytes over rate."""
+    seconds, sent = (statistics.median(values) for values in zip(*measured, strict=True))
+    at_rate = {"of_bytes_over_rate": round(seconds * condition.rate / 8 / sent, 2)} if condition.rate else {}
+    trips = round(seconds / (2 * condition.delay_s), 2)
+    return {"seconds": round(seconds, 3), "sent_mb": sent / 1e6, "trips": trips, **at_rate}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "publication", "hub", "learner", "actor"))
     parser.add_argument("arguments", nargs="*")
-    parser.add_argument("--set", action="append", default=[], help="KEY=VALUE of the run, a TOML value")
+    parser.add_argument("--set", action="append", default=[], help="KEY=VALUE of the run, as of `train`")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=20.0, help="of a condition in a round")
     given = parser.parse_args()
@@ -219,7 +194,7 @@ def main() -> None:
     else:
         with tempfile.TemporaryDirectory() as name:
             if given.what == "run":
-                measure_run(Path(name), dict(each.split("=", 1) for each in given.set), given.rounds, given.seconds)
+                measure_run(Path(name), [word for each in given.set for word in ("--set", each)], given.rounds, given.seconds)
             else:
                 measure_publication(Path(name), given.rounds)
 

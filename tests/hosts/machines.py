@@ -11,9 +11,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,12 @@ NETWORK = "10.77.0."
 ROOT = os.geteuid() == 0
 # As root no user namespace is needed, and daemons that change their user work.
 UNSHARE = ["unshare", "-nmu"] if ROOT else ["unshare", "-rnmu"]
+ENTER_USER = [] if ROOT else ["-U", "--preserve-credentials"]
+
+
+def in_users_of(process: int) -> list[str]:
+    """Before the words of a command, which then runs in the user namespace of this process."""
+    return ["nsenter", "-t", str(process), *ENTER_USER, "--"] if ENTER_USER else []
 
 
 def obstacle(*tools: str) -> str | None:
@@ -37,9 +44,14 @@ def obstacle(*tools: str) -> str | None:
         return f"{missing[0]} is not installed"
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         return "/dev/net/tun cannot be opened here"
-    tried = subprocess.run(
-        [*UNSHARE, "ip", "tuntap", "add", "tap0", "mode", "tap"], capture_output=True, text=True, check=False
-    )
+    return _refusal()
+
+
+@cache
+def _refusal() -> str | None:
+    """Of the kernel, to make namespaces; it is asked once."""
+    words = [*UNSHARE, "ip", "tuntap", "add", "tap0", "mode", "tap"]
+    tried = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     return f"network namespaces are not allowed here: {tried.stderr.strip()}" if tried.returncode else None
 
 
@@ -50,13 +62,24 @@ class Host:
     pid: int
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """These words, to be run on this host by a process of the machine or of another host."""
-        user = [] if ROOT else ["-U", "--preserve-credentials"]
-        return ["nsenter", "-t", str(self.pid), *user, "-n", "-m", "-u", f"--wd={os.getcwd()}", "--", *words]
+        """These words, to be run on this host by a process of the machine."""
+        return self._entered(words, *ENTER_USER)
 
     def command_from_another(self, words: Sequence[str]) -> list[str]:
         """These words, to be run on this host by a process of another: it is in the user namespace already."""
-        return ["nsenter", "-t", str(self.pid), "-n", "-m", "-u", f"--wd={os.getcwd()}", "--", *words]
+        return self._entered(words)
+
+    def _entered(self, words: Sequence[str], *user: str) -> list[str]:
+        return ["nsenter", "-t", str(self.pid), *user, "-n", "-m", "-u", f"--wd={os.getcwd()}", "--", *words]
+
+    @contextmanager
+    def running(self, words: Sequence[str], **streams: Any) -> Iterator[subprocess.Popen[Any]]:
+        """A process on this host, until the end of the block at most."""
+        with subprocess.Popen(self.command(words), **{"stdin": subprocess.DEVNULL, **streams}) as process:
+            try:
+                yield process
+            finally:
+                process.kill()
 
     def run(self, script: str) -> str:
         """Output of a shell script, which has to end with 0 within a minute."""
@@ -91,8 +114,14 @@ class Network:
 
     def __init__(self, hosts: Sequence[Host], seed: int) -> None:
         self._numbers = {host.name: number for number, host in enumerate(hosts)}
-        user = [] if ROOT else ["nsenter", "-t", str(hosts[0].pid), "-U", "--preserve-credentials", "--"]
-        words = [*user, sys.executable, "-m", "tests.hosts.switch", str(seed), *(str(host.pid) for host in hosts)]
+        words = [
+            *in_users_of(hosts[0].pid),
+            sys.executable,
+            "-m",
+            "tests.hosts.switch",
+            str(seed),
+            *(str(host.pid) for host in hosts),
+        ]
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._answer()
 
@@ -110,13 +139,8 @@ class Network:
         counts = {(x, y): count for x, y, count in self._order({})["sent"]}
         return int(counts[self._numbers[a.name], self._numbers[b.name]])
 
-    def lost(self) -> int:
-        """Frames, so far."""
-        return int(self._order({})["lost"])
-
     def close(self) -> None:
-        with self._process:
-            pass
+        self._process.communicate(timeout=30)
 
     def _order(self, order: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -177,7 +201,7 @@ class Hosts:
     def _make(self, name: str, address: str) -> Host:
         """A process keeps the namespaces; they exist when it has become `sleep`."""
         first = self._holders[0].pid if self._holders and not ROOT else None
-        enter = ["nsenter", "-t", str(first), "-U", "--preserve-credentials", "--"] if first else []
+        enter = in_users_of(first) if first else []
         unshare = ["unshare", "-nmu"] if first else UNSHARE
         holder = subprocess.Popen([*enter, *unshare, "sleep", "infinity"], stdin=subprocess.DEVNULL)
         self._holders.append(holder)

@@ -6,8 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -92,7 +92,16 @@ class Ssh:
     `known_hosts` and `authorized` are the files of the first host and of the others.
     """
 
+    @classmethod
+    @contextmanager
+    def to(cls, names: Sequence[str], shared: Path) -> Iterator[Ssh]:
+        """Hosts of these names, of which each has the folder `shared / "own"` for itself, until the end of the block."""
+        (shared / "own").mkdir()
+        with closing(Hosts(shared / "own", names)) as hosts, closing(cls(hosts, shared)) as ssh:
+            yield ssh
+
     def __init__(self, hosts: Hosts, shared: Path) -> None:
+        self.hosts = hosts
         home, self.authorized = home_of(hosts.all[0], shared), shared / "authorized_keys"
         self.known_hosts = home / ".ssh" / "known_hosts"
         self.authorized.write_text(new_key(home / ".ssh" / "id_ed25519"))

@@ -15,7 +15,7 @@ import selectors
 import struct
 import sys
 import time
-from collections import deque
+from contextlib import suppress
 from random import Random
 
 from tests.hosts.link import Conditions, Link
@@ -48,8 +48,9 @@ def tap_in(process: int) -> int:
     return tap
 
 
-def answer(words: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps(words) + "\n")
+def say(row: object) -> None:
+    """A line of JSON on standard output, at once."""
+    sys.stdout.write(json.dumps(row) + "\n")
     sys.stdout.flush()
 
 
@@ -84,8 +85,6 @@ class Switch:
         self._flying: list[tuple[float, int, int, bytes]] = []
         self._order = 0
         self._sent = dict.fromkeys(self._links, 0)
-        self._lost = dict.fromkeys(self._links, 0)
-        self._orders: deque[bytes] = deque()
 
     def run(self) -> None:
         """Until standard input ends."""
@@ -105,16 +104,16 @@ class Switch:
                     return
                 *lines, rest = (rest + received).split(b"\n")
                 for line in lines:
-                    answer(self._obey(json.loads(line)))
+                    say(self._obey(json.loads(line)))
             self._deliver()
 
     def _obey(self, order: dict[str, object]) -> dict[str, object]:
-        """`links`: pairs of hosts, and their `conditions`; or `forgets_s`. The answer has bytes sent and frames lost."""
+        """`links`: pairs of hosts, and their `conditions`; or `forgets_s`. The answer has bytes sent."""
         if "forgets_s" in order:
             self._connections.forgets_s = float(str(order["forgets_s"]))
         for a, b in order.get("links", []):  # type: ignore[attr-defined]
             self._links[a, b].conditions = Conditions(**order["conditions"])  # type: ignore[arg-type]
-        return {"sent": [[*pair, count] for pair, count in self._sent.items()], "lost": sum(self._lost.values())}
+        return {"sent": [[*pair, count] for pair, count in self._sent.items()]}
 
     def _take(self, host: int) -> None:
         """All frames that a host has sent."""
@@ -134,7 +133,6 @@ class Switch:
     def _send(self, host: int, to: int, frame: bytes, now: float) -> None:
         arrivals = self._links[host, to].arrivals(now, len(frame))
         self._sent[host, to] += len(frame)
-        self._lost[host, to] += not arrivals
         for arrival in arrivals:
             self._order += 1
             heapq.heappush(self._flying, (arrival, self._order, to, frame))
@@ -143,13 +141,11 @@ class Switch:
         now = time.monotonic()
         while self._flying and self._flying[0][0] <= now:
             _, _, to, frame = heapq.heappop(self._flying)
-            try:
+            with suppress(OSError):  # the device is down, or its queue is full: the frame is lost
                 os.write(self._taps[to], frame)
-            except OSError:  # the device is down, or its queue is full
-                self._lost[next(pair for pair in self._lost if pair[1] == to)] += 1
 
 
 if __name__ == "__main__":
     made = Switch([int(each) for each in sys.argv[2:]], int(sys.argv[1]))
-    answer({})
+    say({})
     made.run()

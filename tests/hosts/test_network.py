@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from async_rlhf.buffers.transport import keys, link
-from async_rlhf.run.run_dir import RunDir
-from tests.conftest import invoke, wait_for
+from tests.conftest import wait_for
 from tests.hosts.chaos import CUT, KINDS, blows, settings, strike
-from tests.hosts.cluster import actors, more_groups, steps_on, training
+from tests.hosts.cluster import actors, hub_of, more_groups, steps_on, training
 from tests.hosts.link import Conditions
-from tests.hosts.machines import Host, Hosts, obstacle
+from tests.hosts.machines import Hosts, obstacle
 
 OBSTACLE = obstacle()
 pytestmark = [pytest.mark.rest, pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))]
@@ -28,14 +24,8 @@ HUB = "hub.example"
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    made = Hosts(tmp_path, size="200m")
-    yield made
-    made.close()
-
-
-def hub_of(run: RunDir) -> dict[str, Any]:
-    code, output = invoke("status", run.path, "--json")
-    return {} if code else dict(json.loads(output)["hub"])
+    with closing(Hosts(tmp_path, size="200m")) as made:
+        yield made
 
 
 def test_a_run_whose_network_is_damaged_in_every_way_loses_nothing(
@@ -59,16 +49,6 @@ def test_a_run_whose_network_is_damaged_in_every_way_loses_nothing(
         steps_on(run, 2, "steps with both hosts")
 
 
-@contextmanager
-def process_on(host: Host, words: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(host.command(words), stdin=subprocess.DEVNULL)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
 def test_an_actor_that_was_started_by_hand_finds_a_hub_whose_name_is_resolved_late_and_then_otherwise(
     hosts: Hosts, small_arguments: Callable[..., list[str]], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -81,7 +61,7 @@ def test_an_actor_that_was_started_by_hand_finds_a_hub_whose_name_is_resolved_la
     keys.create(tmp_path / "keys", ["far"], link.new_pair)
     own = {"address": "tcp://0.0.0.0:5555", "security.keys": str(tmp_path / "keys"), "actors.count": 1, "max_steps": 100_000}
     with (
-        process_on(b, [sys.executable, "-m", "tests.hosts.resolver", str(there / "name")]),
+        b.running([sys.executable, "-m", "tests.hosts.resolver", str(there / "name")]),
         training(a, small_arguments(**own, **{"queue.lease_s": 3.0}), tmp_path / "output") as (_, run),
     ):
         written = (run.path / "config.toml").read_text()
@@ -89,7 +69,7 @@ def test_an_actor_that_was_started_by_hand_finds_a_hub_whose_name_is_resolved_la
         shutil.copytree(run.path / "data", there / "data")
         shutil.copytree(tmp_path / "keys" / "for-far", there / "keys")
         role = [sys.executable, "-m", "async_rlhf.run.processes.roles", "actor", str(there), f"tcp://{HUB}:5555", "far-0"]
-        with process_on(b, role) as far:
+        with b.running(role) as far:
             more_groups(run, ["far-0"], "groups of the actor that was started by hand")
             device = a.run("ip -o -4 addr show to 10.77.0.0/24").split()[1]
             a.run(f"ip addr del {a.address}/24 dev {device} && ip addr add {moved}/24 dev {device}")

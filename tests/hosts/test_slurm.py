@@ -13,6 +13,7 @@ from async_rlhf.run.loading import dump, load
 from async_rlhf.run.run_dir import RunDir
 from tests.conftest import QUICK, REPOSITORY, SMALL, assert_whole, steps, wait_for
 from tests.documents import blocks
+from tests.hosts.cluster import steps_on
 from tests.hosts.machines import Hosts
 from tests.hosts.slurm import Slurm, slurm_obstacle
 
@@ -64,8 +65,7 @@ class Job:
 
     def goes_on(self) -> None:
         """Wait for two steps more."""
-        before = steps(self.run.path)
-        wait_for(lambda: steps(self.run.path) >= before + 2, "two steps")
+        steps_on(self.run, 2, "two steps")
 
     def reaches(self, number: str, **fields: str) -> dict[str, str]:
         """Wait until Slurm says this of the job; all that it says then."""

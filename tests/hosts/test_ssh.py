@@ -14,7 +14,6 @@ from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.run.hosts.connections import connect
 from tests.conftest import REPOSITORY, has_ended, wait_for
 from tests.hosts.cluster import more_groups, steps_on, training
-from tests.hosts.machines import Hosts
 from tests.hosts.sshd import Ssh, ssh_obstacle
 
 OBSTACLE = ssh_obstacle()
@@ -24,18 +23,9 @@ LAUNCH = tomllib.loads(textwrap.dedent(SHOWN))
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    (tmp_path / "own").mkdir()
-    made = Hosts(tmp_path / "own", ("login", *LAUNCH["hosts"]))
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def ssh(hosts: Hosts, tmp_path: Path) -> Iterator[Ssh]:
-    made = Ssh(hosts, tmp_path)
-    yield made
-    made.close()
+def ssh(tmp_path: Path) -> Iterator[Ssh]:
+    with Ssh.to(("login", *LAUNCH["hosts"]), tmp_path) as made:
+        yield made
 
 
 def settings(folder: Path) -> dict[str, Any]:
@@ -85,16 +75,16 @@ def freeze_sshd(ssh: Ssh) -> None:
     ],
 )
 def test_a_host_that_ssh_does_not_reach_is_named_with_the_reason_before_the_run_begins(
-    ssh: Ssh, hosts: Hosts, small: Any, tmp_path: Path, obstruct: Callable[[Ssh], None], message: str
+    ssh: Ssh, small: Any, tmp_path: Path, obstruct: Callable[[Ssh], None], message: str
 ) -> None:
     obstruct(ssh)
-    command = {"launch.command": hosts["login"].command(LAUNCH["command"]), "launch.interface": "lo"}
+    command = {"launch.command": ssh.hosts["login"].command(LAUNCH["command"]), "launch.interface": "lo"}
     with pytest.raises(ConfigError, match=f"the run cannot be started: host 'gpu1': its command .*{message}"):
         connect(small(**settings(tmp_path) | command))
 
 
 def test_a_run_over_ssh_uses_a_host_again_whose_sshd_dies_and_one_whose_connection_hangs(
-    ssh: Ssh, hosts: Hosts, small_arguments: Callable[..., list[str]], tmp_path: Path
+    ssh: Ssh, small_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     output = tmp_path / "output"
 
@@ -105,7 +95,7 @@ def test_a_run_over_ssh_uses_a_host_again_whose_sshd_dies_and_one_whose_connecti
         "launch.lost_after_s": 6.0, "actors.count": 2, "engine.slots": 8, "max_steps": 100_000,
         "placement.hosts": [{}, {"name": "gpu1"}, {"name": "gpu2"}],
     }  # fmt: skip
-    with training(hosts["login"], small_arguments(**overrides), output) as (_, run):
+    with training(ssh.hosts["login"], small_arguments(**overrides), output) as (_, run):
         more_groups(run, ["actor-0", "actor-1"], "groups on both hosts")
 
         ssh.of["gpu1"].kill()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,8 @@ FAR = ("actor-1", "actor-2")
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    made = Hosts(tmp_path, ("a", "b"), "8m")
-    yield made
-    made.close()
+    with closing(Hosts(tmp_path, ("a", "b"), "8m")) as made:
+        yield made
 
 
 def is_heard(run: RunDir) -> bool:
