@@ -16,6 +16,7 @@ from async_rlhf.buffers.clients.learner import LearnerClient
 from async_rlhf.buffers.errors import DeadlineError
 from async_rlhf.buffers.hub.exchange import Exchange
 from async_rlhf.buffers.hub.learner_session import Outbox
+from async_rlhf.buffers.weights import weight_set
 from async_rlhf.run.processes import roles
 from async_rlhf.run.run_dir import RunDir
 
@@ -39,7 +40,10 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_a_rollout_walks_through_every_room(small: Any, socket_dir: Path, events: list[str]) -> None:
+def test_a_rollout_walks_through_every_room(
+    small: Any, socket_dir: Path, events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_set, "CHUNK_BYTES", 1 << 18)  # more chunks than come with the manifest
     config = small(**{"max_steps": 2, "queue.max_staleness": 1, "weights.transport": "chunks"})
     run, address = RunDir.create(config), f"ipc://{socket_dir}/hub"
     hub = threading.Thread(target=roles.run_hub, args=(run, config, address))
