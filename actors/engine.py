@@ -79,6 +79,8 @@ class Request:
     """When the request ends, its keys and values and its place in line may be kept for one of the same key that continues it
     (whose context begins with this one's context and tokens). That one releases them; `abort`, and the end of a request of its
     key without `hold`, release all of the key."""
+    images: tuple[str, ...] = ()
+    """Digests of the prompt's images, in the order of their places in it."""
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:

@@ -264,6 +264,8 @@ class Group:
     prompt: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The prompt's row of the data set, kept for the record and the samples on disk."""
+    images: tuple[str, ...] = ()
+    """Digests of the prompt's images, in the order of their places in it."""
 
     def __post_init__(self) -> None:
         if self.number < 0 or self.attempt < 0:

@@ -38,6 +38,7 @@ def pack_group(group: Group) -> tuple[GroupHeader, Frames]:
         number=group.number,
         attempt=group.attempt,
         num_prompt_tokens=len(group.prompt_ids),
+        images=[*group.images],
         num_tokens=[rollout.length for rollout in rollouts],
         spans=[[(span.version, span.num_tokens, span.cache_version) for span in rollout.spans] for rollout in rollouts],
         restarts=[rollout.restarts for rollout in rollouts] if any(rollout.restarts for rollout in rollouts) else [],
@@ -233,6 +234,7 @@ def unpack_group(header: GroupHeader, arrays: Frames) -> Group:
             actor=header.actor,
             prompt=header.prompt,
             columns=header.columns,
+            images=tuple(header.images),
         )
     except RecordError as error:
         raise _wrong(header, "record", str(error)) from error

@@ -23,7 +23,7 @@ from async_rlhf.buffers.protocol.message import Amount, Canary, Count, DeltaSpec
 from async_rlhf.buffers.record import FinishReason
 from async_rlhf.buffers.sampling import Sampling
 
-PROTOCOL = 17
+PROTOCOL = 18
 MAX_FRAME_BYTES, MAX_HEADER_BYTES = message.MAX_FRAME_BYTES, message.MAX_HEADER_BYTES
 Frames = message.Frames
 
@@ -116,14 +116,14 @@ class GroupHeader(MessageBase):
     """Everything of a Group but its arrays, which follow as two frames. Lists have one item a member.
 
     int32: prompt ids, the members' ids, then of each member with a sampling mask its sizes and its ids. float32: logprobs
-    of sampled tokens, then of each member that has them the reference's.
+    of sampled tokens, then of each member that has them the reference's. images: digests, in the prompt's order.
     """
 
     number: Count
     attempt: Count
     num_prompt_tokens: Count = Field(ge=1)
-    num_tokens: list[Annotated[Count, Field(ge=1)]] = Field(min_length=1)
-    """Tokens behind the prompt."""
+    images: list[Digest] = Field(default_factory=list)
+    num_tokens: list[Annotated[Count, Field(ge=1)]] = Field(min_length=1)  # behind the prompt
     spans: list[list[Annotated[tuple[Version | None, Count, Version | None], Field(strict=False)]]]
     """(version or None of an observation, tokens, oldest version in the cache or None)"""
     restarts: list[list[Count]] = Field(default_factory=list)
