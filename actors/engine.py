@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from async_rlhf.actors.engine_config import EngineConfig
 from async_rlhf.buffers.errors import ConfigError, EngineError
@@ -31,6 +31,9 @@ from async_rlhf.buffers.record import FinishReason, Float32Array, Int32Array, Sa
 from async_rlhf.buffers.routing import RoutingArray
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import RawTensor
+
+if TYPE_CHECKING:
+    from async_rlhf.buffers.images.processor import ImageProcessor
 
 OnUpdate = Literal["keep", "interrupt", "finish"]
 
@@ -42,6 +45,10 @@ class Bits(NamedTuple):
     """Digest of sample completions under the loaded weights; engines with equal digests give equal bits."""
     obstacle: str = ""
     """Why the bits are not guaranteed."""
+
+
+Prompt = tuple[tuple[int, ...], tuple[str, ...]]
+"""Token ids, and digests of images."""
 
 
 class RolloutKey(NamedTuple):
@@ -81,6 +88,11 @@ class Request:
     key without `hold`, release all of the key."""
     images: tuple[str, ...] = ()
     """Digests of the prompt's images, in the order of their places in it."""
+
+    @property
+    def prompt(self) -> Prompt:
+        """What is computed alike for all requests that have the same."""
+        return self.prompt_ids, self.images
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
@@ -221,13 +233,21 @@ class Engine(Protocol):
         """Release everything; the engine is not used any more."""
 
 
-def load_engine(model_dir: str, config: EngineConfig, *, on_update: OnUpdate = "keep", version: int = -1) -> Engine:
-    """The engine of this kind, serving the weights of `model_dir` stamped `version`.
+def load_engine(
+    model_dir: str,
+    config: EngineConfig,
+    *,
+    on_update: OnUpdate = "keep",
+    version: int = -1,
+    images: ImageProcessor | None = None,
+) -> Engine:
+    """The engine of this kind, serving the weights of `model_dir` stamped `version`. images: prepares those of prompts.
 
     Raises ConfigError when its library is not installed, or the engine refuses the model or the configuration.
     """
     try:
-        return config.start(model_dir, on_update=on_update, version=version)
+        reading = {} if images is None else {"images": images}
+        return config.start(model_dir, on_update=on_update, version=version, **reading)
     except ImportError as error:
         advice = "; install the extra of that name, or use 'torch'" if config.needs else ""
         raise ConfigError(f"engine.kind = {config.kind!r} cannot be used: {error}{advice}") from error

@@ -135,6 +135,12 @@ class EngineConfig(KindSection):
         """Whether completions carry the experts that computed them."""
         return False
 
+    @property
+    def images_obstacle(self) -> str:
+        """The setting with which it reads no images, and what it would have to be; empty where it reads some. Its `start` then
+        takes what prepares them, by the name `images`."""
+        return f"engine.kind = {self.kind!r}; only 'torch' reads images"
+
     def unrecorded(self, sampling: Sampling) -> str:
         """Why it does not report what truncation leaves to sample from, and which setting helps; empty where it does."""
         return ""

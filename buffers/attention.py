@@ -25,6 +25,9 @@ FAMILIES = frozenset((
 ))  # fmt: skip
 """Model types, as `config.json` names them."""
 
+# The text of models that read images, where it is no family by itself.
+_OF_IMAGES = frozenset(("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"))
+
 # Limits of the check of a model at the start of a run: parameters x tokens of a text, and logits of a plain pass (tokens x
 # vocabulary).
 _WORK, _LOGITS = 1 << 38, 1 << 26
@@ -79,7 +82,7 @@ class Attention:
 
 def attention(config: Mapping[str, Any]) -> Attention | None:
     """The attention of a complete configuration (`PretrainedConfig.to_dict()`); None for a family that is not listed."""
-    if config.get("model_type") not in FAMILIES or config.get("alibi"):
+    if config.get("model_type") not in FAMILIES | _OF_IMAGES or config.get("alibi"):
         return None
     window, chunk = config.get("sliding_window"), config.get("attention_chunk_size")
     kinds = {"full_attention": FULL, "sliding_attention": Reach(window=window), "chunked_attention": Reach(chunk=chunk)}

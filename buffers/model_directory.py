@@ -17,6 +17,8 @@ from async_rlhf.buffers.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
 """The index of tensors by file, in a directory with several weight files."""
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""One of them says how a model's images are prepared."""
 TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOADING = threading.RLock()
 """Held while a model is made. transformers then replaces methods of its classes and torch's default type for the whole process:
@@ -41,6 +43,33 @@ def load_whole(kind: Any, directory: Path, **options: Any) -> Any:
     if "gguf_file" not in options:  # which says of each tensor how it is packed
         check_numbers(directory)
     return model
+
+
+def reads_images(directory: Path) -> bool:
+    """Whether transformers knows the model as one of images and text."""
+    described = _described(directory / "config.json")
+    if "vision_config" not in described:
+        return False
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES  # as slow, and few need it
+
+    return described.get("model_type") in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+
+def language_model(directory: Path) -> Any:
+    """The transformers class that loads the model: with what reads images where it has that and a processor, or comes in no
+    other way."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    has_processor = any((directory / name).is_file() for name in PROCESSOR_FILES)
+    is_whole = reads_images(directory) and (has_processor or not _is_text_alone(directory))
+    return AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
+
+
+def _is_text_alone(directory: Path) -> bool:
+    """Whether transformers loads the model's text part by itself."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return _described(directory / "config.json").get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -129,17 +158,17 @@ def check_numbers(directory: Path) -> None:
 
 
 def check_language_model(directory: Path, where: str) -> None:
-    """Raises ConfigError as `check_own_code`, and for a model that reads images and whose text part is not loaded alone."""
+    """Raises ConfigError as `check_own_code`, and for a model that reads more than text and images, and whose text part is not
+    loaded alone."""
     check_own_code(directory, where)
     described = _described(directory / "config.json")
     if not described.keys() & {"text_config", "vision_config"}:
         return
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # as slow, and few need it
-
-    if (kind := str(described.get("model_type"))) not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if not (reads_images(directory) or _is_text_alone(directory)):
+        kind = str(described.get("model_type"))
         raise ConfigError(
-            f"{where} = {str(directory)!r} is of model type {kind!r}, which reads more than text, and transformers cannot load "
-            "it as a language model (AutoModelForCausalLM). Save its language model alone, or choose a text model"
+            f"{where} = {str(directory)!r} is of model type {kind!r}, which reads more than text and images, and transformers "
+            "cannot load it as a language model (AutoModelForCausalLM). Save its language model alone, or choose another"
         )
 
 

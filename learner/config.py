@@ -286,6 +286,8 @@ class LearnerConfig(Section):
     """Type of the frozen reference's weights, where the learner holds it; in `bfloat16` its products are too."""
     compile: bool = False
     """`torch`: layers are compiled (torch.compile), forward and backward; the first steps take minutes longer."""
+    train_vision: bool = False
+    """Whether the part of a model that reads images learns too; false computes what it makes of an image once."""
     gradient_checkpointing: bool = False
     """Layers compute their activations again in the backward pass instead of keeping them."""
     threads: int = Field(default=1, ge=1, le=1024)

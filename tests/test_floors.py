@@ -37,8 +37,9 @@ ROOMS = {
     ),
     "websockets": ("actors/environments/from_openenv.py",),
     "torch": (
-        "buffers/device/", "actors/served_model/", "actors/torch_engine/", "actors/scoring/incremental.py",
-        "actors/scoring/models.py", "actors/scoring/prefix_cache.py", "actors/vllm_engine/", "learner/", "experiments/",
+        "buffers/device/", "buffers/images/tower.py", "actors/served_model/", "actors/torch_engine/",
+        "actors/scoring/incremental.py", "actors/scoring/models.py", "actors/scoring/prefix_cache.py", "actors/vllm_engine/",
+        "learner/", "experiments/",
     ),
     "vllm": ("actors/vllm_engine/",),
     "deepspeed": ("learner/step/deepspeed_machine.py",),

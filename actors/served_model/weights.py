@@ -71,6 +71,14 @@ def adopt_weights(model: torch.nn.Module, tensors: Mapping[str, RawTensor], base
             _put(parameter, value)
 
 
+def are_served(parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, RawTensor]) -> bool:
+    """Whether a set that has passed `check_weights` leaves these parameters as they are."""
+    adapted = adapted_parameters(tensors)
+    if adapted:
+        return adapted.isdisjoint(parameters)
+    return all(torch.equal(each.detach().cpu(), _as_tensor(tensors[name])) for name, each in parameters.items())
+
+
 def _put(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Into memory of its own, which recorded passes know by its address."""
     if parameter.untyped_storage().resizable():

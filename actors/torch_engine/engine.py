@@ -22,9 +22,10 @@ import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.actors.engine import Bits, Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
-from async_rlhf.actors.served_model.weights import Base, adopt_weights, check_weights
+from async_rlhf.actors.served_model.weights import Base, adopt_weights, are_served, check_weights
 from async_rlhf.actors.torch_engine.cache import COLUMNS_STEP, RowCache
 from async_rlhf.actors.torch_engine.forward import Forward, GraphedForward, Recorder
+from async_rlhf.actors.torch_engine.images import ImageForward
 from async_rlhf.actors.torch_engine.kept import KeptCache, KeptForward, KeptLlamaForward
 from async_rlhf.actors.torch_engine.kv_policy import KVPolicy
 from async_rlhf.actors.torch_engine.llama import LlamaForward, can_serve
@@ -34,6 +35,7 @@ from async_rlhf.actors.torch_engine.rows import Decode, Rows, Stopping
 from async_rlhf.actors.torch_engine.sampling import sample
 from async_rlhf.actors.torch_engine.scheduler import NO_ROWS, PassPlan, Scheduler, Size
 from async_rlhf.buffers.errors import EngineError
+from async_rlhf.buffers.images.tower import ImageReader, tower_parameters
 from async_rlhf.buffers.record import Float32Array
 from async_rlhf.buffers.tensors import RawTensor
 
@@ -67,6 +69,7 @@ class TorchEngine:
         batch_invariant: bool = False,
         kv_policy: KVPolicy | None = None,
         record_routing: bool = False,
+        reader: ImageReader | None = None,
     ) -> None:
         """`stop_ids` end a completion; `decode` (tokens to text) is needed for stop strings.
 
@@ -76,9 +79,10 @@ class TorchEngine:
         base: the weights that adapters are added to, where they come alone. batch_invariant: a completion's bits do not
         depend on its batch (on a CPU with one thread, of a model that `llama_invariant.can_be_invariant`). kv_policy: which
         keys and values stay, None for all (not together with `recorder` or `batch_invariant`). record_routing: completions
-        carry the experts of each position (not together with `kv_policy`). Raises ConfigError where those cannot be recorded.
+        carry the experts of each position (not together with `kv_policy`). reader: of the images of prompts (not together with
+        `kv_policy` or `recorder`). Raises ConfigError where experts cannot be recorded.
         """
-        self._model, self._base = model.eval(), base
+        self._model, self._base, self.reader = model.eval(), base, reader
         self.version, self._on_update = version, on_update
         self._max_length, self._device = max_length, model.device
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
@@ -95,10 +99,8 @@ class TorchEngine:
             self._forward = (KeptLlamaForward if can_serve(model) else KeptForward)(model, kept)
         elif recorder is not None:
             self._forward = GraphedForward(model, self._cache, slots, recorder)
-        elif can_serve(model):
-            self._forward = (InvariantLlamaForward if batch_invariant else LlamaForward)(model, self._cache)
         else:
-            self._forward = Forward(model, self._cache)
+            self._forward = self._plain_forward(batch_invariant)
         if record_routing:
             self._cache.record_routing(model)
         # int64 [R]: each row's last token, on the device from one step to the next.
@@ -107,6 +109,13 @@ class TorchEngine:
         self.bits = Bits(obstacle="engine.batch_invariant = false")
         # Since the start: tokens sampled, and times a sequence was sent back.
         self.num_sampled = self.num_suspended = 0
+
+    def _plain_forward(self, batch_invariant: bool) -> Forward:
+        if self.reader is not None:
+            return ImageForward(self._model, self._cache, self.reader, self._rows.shifts)
+        if can_serve(self._model):
+            return (InvariantLlamaForward if batch_invariant else LlamaForward)(self._model, self._cache)
+        return Forward(self._model, self._cache)
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -132,6 +141,10 @@ class TorchEngine:
         self._scheduler.submit(requests)
 
     def _check(self, request: Request) -> None:
+        if request.images and self.reader is None:
+            raise EngineError(
+                f"{request.key} has {len(request.images)} images, and this engine was started without their store"
+            )
         if not self._cache.fits(NO_ROWS.plus(request.most_tokens)):
             raise EngineError(
                 f"{request.key} needs room for {request.parts}, engine.kv_bytes has less for a single sequence; raise it, or "
@@ -167,6 +180,8 @@ class TorchEngine:
         if self._on_update != "keep" or version < self.version:
             # Going back, "the oldest weights" would not describe what is mixed in a held cache.
             self._scheduler.release_caches()
+        if self.reader is not None and not are_served(tower_parameters(self._model), tensors):
+            self.reader.forget()
         adopt_weights(self._model, tensors, self._base)
         self._forward.refresh()
         self.version, self._coming = version, None
@@ -253,6 +268,7 @@ class TorchEngine:
         if plan.admitted:
             for admission in plan.admitted:
                 self._rows.admit(admission.row, admission.request, admission.version, admission.progress)
+                self._rows.shifts[admission.row] = self._shift(admission.request)
             rows = [admission.row for admission in plan.admitted]
             self._cache.clear_rows(rows)
             self._last[rows] = torch.tensor([admission.last_token for admission in plan.admitted], device=self._device)
@@ -267,6 +283,9 @@ class TorchEngine:
                 [copy.target for copy in plan.copies],
                 max(copy.num_tokens for copy in plan.copies),
             )
+
+    def _shift(self, request: Request) -> int:
+        return 0 if self.reader is None else self.reader.positions(*request.prompt)[1]
 
     def _record_supports(self, kept: torch.Tensor, ready: np.ndarray) -> None:
         """Note which tokens the rows that cut some off have just chosen from; bool [N, V]."""

@@ -56,9 +56,12 @@ class Forward:
         padded = PaddedChunks.of(chunks, tokens.device)
         if padded is not None:
             self._cache.begin_chunks(padded)
-            masks = self._attention.masks(lambda reach: padded.mask(self._model.dtype, reach))
-            self._pass(padded.ids, padded.positions, masks)
+            self._prefill(chunks, padded)
         return self._decode(tokens, positions, length)
+
+    def _prefill(self, chunks: Sequence[PrefillChunk], padded: PaddedChunks) -> None:
+        masks = self._attention.masks(lambda reach: padded.mask(self._model.dtype, reach))
+        self._pass(padded.ids, padded.positions, masks)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """[T, V] of one sequence, int64 [T], by the same weights and the same arithmetic; the cache does not notice."""
@@ -74,7 +77,11 @@ class Forward:
         at = positions[:, None]
         masks = self._attention.masks(lambda reach: position_mask(at, length, self._model.dtype, reach))
         with attending(segments(positions.tolist()) if self._in_segments else ()):
-            return self._pass(tokens[:, None], at, masks)
+            return self._pass(tokens[:, None], self._turned(positions)[:, None], masks)
+
+    def _turned(self, positions: torch.Tensor) -> torch.Tensor:
+        """int64 [N]: the rotary positions of tokens at these indices."""
+        return positions
 
     def _pass(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | dict[str, torch.Tensor]) -> torch.Tensor:
         """Logits [rows, V] at the last position."""

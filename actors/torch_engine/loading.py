@@ -7,12 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from async_rlhf.actors.engine import Bits, OnUpdate
 from async_rlhf.actors.served_model.devices import check_device
@@ -23,15 +18,24 @@ from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.forward import record_on_cuda
 from async_rlhf.actors.torch_engine.kv_policy import KVPolicy, ending
 from async_rlhf.actors.torch_engine.llama_invariant import can_be_invariant
-from async_rlhf.actors.torch_engine.model_check import check_engine
+from async_rlhf.actors.torch_engine.model_check import check_engine, check_reading
 from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
 from async_rlhf.buffers.attention import cache_argument, max_length
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.model_directory import load_whole
+from async_rlhf.buffers.images.processor import ImageProcessor
+from async_rlhf.buffers.images.tower import ImageReader
+from async_rlhf.buffers.model_directory import language_model, load_whole
 
 
-def load_engine(model_dir: str, config: TorchEngineConfig, *, on_update: OnUpdate = "keep", version: int = -1) -> TorchEngine:
-    """An engine that serves the weights of `model_dir`, stamped `version`.
+def load_engine(
+    model_dir: str,
+    config: TorchEngineConfig,
+    *,
+    on_update: OnUpdate = "keep",
+    version: int = -1,
+    images: ImageProcessor | None = None,
+) -> TorchEngine:
+    """An engine that serves the weights of `model_dir`, stamped `version`. images: prepares those of prompts.
 
     Sets the CPU threads of the whole process to `config.threads`.
     Raises ConfigError when the directory holds no causal language model, or one whose numbers the engine would not get right
@@ -56,10 +60,12 @@ def load_engine(model_dir: str, config: TorchEngineConfig, *, on_update: OnUpdat
         base=Base(Path(model_dir)),
         kv_policy=find_kv_policy(model, tokenizer, config),
         record_routing=config.replay_routing,
+        reader=None if images is None else ImageReader(model, images),
     )
     obstacle = _obstacle(model, config)
     engine = make(batch_invariant=not obstacle)
     bits = check_engine(engine, model)
+    check_reading(engine, model)
     if not obstacle and bits.obstacle:
         if config.batch_invariant:
             raise ConfigError(f'engine.batch_invariant = true: {bits.obstacle}. Set engine.batch_invariant = "none"')
@@ -132,6 +138,6 @@ def _load_model(model_dir: str, config: TorchEngineConfig) -> PreTrainedModel:
     # cuDNN makes a plan for each new shape of attention (60 ms on an H200), and here the shape changes from pass to pass.
     torch.backends.cuda.enable_cudnn_sdp(False)
     dtype = getattr(torch, config.dtype)
-    model = read_model(model_dir, lambda directory: load_whole(AutoModelForCausalLM, directory, dtype=dtype))
+    model = read_model(model_dir, lambda directory: load_whole(language_model(directory), directory, dtype=dtype))
     attention_of(model.config)
     return model.to(config.device).eval()

@@ -50,6 +50,7 @@ class Rows:
     """Arrays over rows. `T` grows to the longest completion requested so far.
 
     positions: int64 [R], index of the last token in its sequence; the next token is predicted from there.
+    shifts: int64 [R], by how much rotary positions behind the prompt differ from that index.
     counts, limits: int64 [R], tokens sampled and tokens allowed.
     greedy, truncated, stoppable: bool [R]: takes the likeliest token; samples from a part of the vocabulary; has stop strings.
     sampling: [R] of the fields of `Sampling`, int64 or float32; those of greedy rows are the defaults.
@@ -57,6 +58,7 @@ class Rows:
 
     def __init__(self, slots: int) -> None:
         self.positions = np.zeros(slots, np.int64)
+        self.shifts = np.zeros(slots, np.int64)
         self.counts = np.zeros(slots, np.int64)
         self.limits = np.zeros(slots, np.int64)
         self.greedy = np.zeros(slots, np.bool_)
@@ -263,7 +265,7 @@ class Holds:
             return None
         before, hold = held
         # The prompt counts too: where it ends decides how the tokens around it are computed.
-        if before.prompt_ids == request.prompt_ids and request.prefix_ids[: len(hold.ids)] == hold.ids:
+        if before.prompt == request.prompt and request.prefix_ids[: len(hold.ids)] == hold.ids:
             return hold
         self.forget([request.key])
         return None

@@ -6,8 +6,9 @@ the last rows move down into the holes. Requests enter in the order they were su
 room, or because new weights interrupt it) keeps its tokens and its place in that order.
 
 A row whose prefix is not computed yet is *filling*: each plan names which chunks of which prefixes come next, at most
-`prefill_tokens` at a time. Equal prompts are computed once by the same weights, for all rows that want them meanwhile. A
-request that continues a held one (`rows.Hold`) has its place in line, and gets its keys and values back where they are there.
+`prefill_tokens` at a time; one with images is computed whole. Equal prompts, with equal images, are computed once by the same
+weights, for all rows that want them meanwhile. A request that continues a held one (`rows.Hold`) has its place in line, and
+gets its keys and values back where they are there.
 No framework, no clock, no randomness; called by the engine only, and small enough for its laws to be tested by drawing
 random histories.
 """
@@ -20,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from async_rlhf.actors.engine import Request, RolloutKey
+from async_rlhf.actors.engine import Prompt, Request, RolloutKey
 from async_rlhf.actors.torch_engine.rows import Hold, Holds, RowProgress
 
 
@@ -52,6 +53,8 @@ class PrefillChunk:
     rows: tuple[int, ...]
     sampled: bool = False
     """Whether they follow a prompt, in a row that was sent back or has a context; else all are a prompt's."""
+    images: tuple[str, ...] = ()
+    """Of the prompt that they are all but the last token of."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,11 @@ class _Fill:
     def is_of_sampled(self) -> bool:
         """Whether it goes on after a prompt, which another fill has computed."""
         return len(self.ids) > len(self.members[0].request.prompt_ids)
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        """Those of its prompt; none of what goes on after it."""
+        return () if self.is_of_sampled else self.members[0].request.images
 
     @property
     def num_left(self) -> int:
@@ -306,7 +314,7 @@ class Scheduler:
             return (), ()
         free = [row for row, entry in enumerate(self._rows) if entry is None]
         ready = {} if self._evicts else self._ready(version)
-        shared = {fill.ids: fill for fill in self._fills if _is_of_prompt(fill, version)}
+        shared = {(fill.ids, fill.images): fill for fill in self._fills if _is_of_prompt(fill, version)}
         copies, admitted = [], []
         for row, entry in zip(free, entering, strict=True):
             hold, entry.hold = entry.hold, None
@@ -315,11 +323,11 @@ class Scheduler:
             held = hold if hold is not None and hold.cache else None
             self._rows[row], entry.row, entry.version = entry, row, version if held is None else held.version
             admitted.append(RowAdmission(row, entry.request, entry.version, entry.progress, () if held is None else held.cache))
-            prompt = entry.request.prompt_ids
+            prompt = entry.request.prompt
             if held is not None:
                 self._fills += self._rest(entry, len(held.ids) - 1)
             elif prompt in ready:
-                num_tokens = len(prompt) - 1
+                num_tokens = len(entry.request.prompt_ids) - 1
                 copies.append(Copy(ready[prompt].row, row, num_tokens))
                 self._fills += self._rest(entry, num_tokens)
             elif prompt in shared:
@@ -328,15 +336,15 @@ class Scheduler:
                     copies.append(Copy(fill.members[0].row, row, fill.done))
                 fill.members.append(entry)
             else:
-                shared[prompt] = _Fill(prompt, [entry])
+                shared[prompt] = _Fill(entry.request.prompt_ids, [entry])
                 self._fills.append(shared[prompt])
         return tuple(copies), tuple(admitted)
 
-    def _ready(self, version: int) -> dict[tuple[int, ...], _ScheduledRow]:
+    def _ready(self, version: int) -> dict[Prompt, _ScheduledRow]:
         """Rows whose prompt has been computed by these weights and may be copied, by prompt."""
         filling = {id(entry) for fill in self._fills for entry in fill.members}
         running = (entry for entry in self._rows if entry is not None and entry.version == version)
-        return {entry.request.prompt_ids: entry for entry in running if id(entry) not in filling}
+        return {entry.request.prompt: entry for entry in running if id(entry) not in filling}
 
     def _rest(self, entry: _ScheduledRow, done: int) -> list[_Fill]:
         """The first `done` tokens of this row are computed; its further tokens are its own."""
@@ -350,13 +358,14 @@ class Scheduler:
         while index < len(self._fills):
             fill = self._fills[index]
             room = self._prefill_tokens // (len(chunks) + 1)
-            size = min(fill.num_left, room)
+            size = fill.num_left if fill.images else min(fill.num_left, room)
             if size:
-                if longest > room:
+                if longest > room or (size > room and chunks):
                     break
                 longest = max(longest, size)
                 rows = tuple(entry.row for entry in fill.members)
-                chunks.append(PrefillChunk(fill.ids[fill.done : fill.done + size], fill.done, rows, fill.is_of_sampled))
+                ids = fill.ids[fill.done : fill.done + size]
+                chunks.append(PrefillChunk(ids, fill.done, rows, fill.is_of_sampled, fill.images))
                 fill.done += size
             if fill.num_left:
                 break

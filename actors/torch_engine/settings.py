@@ -16,6 +16,7 @@ from async_rlhf.buffers.routing import SIGMOID, SOFTMAX, not_recorded
 if TYPE_CHECKING:
     from async_rlhf.actors.engine import OnUpdate
     from async_rlhf.actors.torch_engine.engine import TorchEngine
+    from async_rlhf.buffers.images.processor import ImageProcessor
 
 
 class KVConfig(Section):
@@ -67,10 +68,10 @@ class TorchEngineConfig(EngineConfig):
     """Of a model with experts: record which experts computed each position, and take the same in the learner's passes; see
     `docs/learner.md`."""
 
-    def start(self, model_dir: str, *, on_update: OnUpdate, version: int) -> TorchEngine:
+    def start(self, model_dir: str, *, on_update: OnUpdate, version: int, images: ImageProcessor | None = None) -> TorchEngine:
         from async_rlhf.actors.torch_engine.loading import load_engine
 
-        return load_engine(model_dir, self, on_update=on_update, version=version)
+        return load_engine(model_dir, self, on_update=on_update, version=version, images=images)
 
     def served(self, *, asks_for_bits: bool, share: float | None) -> TorchEngineConfig:
         """With `batch_invariant` decided as far as it can be without the model."""
@@ -104,6 +105,12 @@ class TorchEngineConfig(EngineConfig):
     @property
     def records_routing(self) -> bool:
         return self.replay_routing
+
+    @property
+    def images_obstacle(self) -> str:
+        if self.cuda_graphs:
+            return "engine.cuda_graphs = true; set it to false"
+        return f"{self.off_policy}; set engine.kv.policy = 'full'" if self.off_policy else ""
 
     def refusals(self, longest: int) -> Iterator[str]:
         if self.batch_invariant and (obstacle := self.cannot_be_invariant):

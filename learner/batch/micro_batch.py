@@ -8,10 +8,11 @@ completions, B blocks of attention.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,6 +57,9 @@ class SamplingMasks(NamedTuple):
         return logits_NV.masked_fill_((self.sizes_N > 0)[:, None], -torch.inf).index_put_(index, kept_K)
 
 
+_OF_HOST = frozenset(("blocks_B4", "prompts_Q4", "images_I2"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyInputs:
     """The inputs of one forward pass of a policy, and the tokens whose log-probabilities are requested.
@@ -66,7 +70,9 @@ class PolicyInputs:
     source_N: int64, index into the flattened [R L] of the position whose logits predict the token. target_N: int64 token ids.
     temperature_N: float32. sizes_N, ids_K: the tokens that each was chosen among, as in `SamplingMasks`; None where nothing was
     cut off. experts_PMk: int16 [R L, M, k], the experts of each position in each mixture layer, -1 where they are not
-    known; None where none are.
+    known; None where none are. prompts_Q4: int64, of each prompt with images its begin and end in the flattened [R L], the end
+    of what follows it in its row, and how many images it has; images_I2: int64, the digests of all, one prompt after the other
+    (see `digests`); None where no prompt has any.
     """
 
     ids_RL: Tensor
@@ -78,6 +84,8 @@ class PolicyInputs:
     sizes_N: Tensor | None = None
     ids_K: Tensor | None = None
     experts_PMk: Tensor | None = None
+    prompts_Q4: Tensor | None = None
+    images_I2: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -122,8 +130,8 @@ class MicroBatch(PolicyInputs):
         return number_N
 
     def to(self, device: torch.device) -> MicroBatch:
-        """All but the blocks: the host reads them, and would wait for a device each time."""
-        return MicroBatch.of({name: each if name == "blocks_B4" else each.to(device) for name, each in self.tensors().items()})
+        """All but what the host reads, which would wait for a device each time."""
+        return MicroBatch.of({name: each if name in _OF_HOST else each.to(device) for name, each in self.tensors().items()})
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are not None, by name."""
@@ -135,15 +143,29 @@ class MicroBatch(PolicyInputs):
         return cls(**tensors)
 
 
-def attention_mask(blocks_B4: Tensor, positions_RL: Tensor, reach: Reach = FULL) -> Tensor:
+def as_numbers(digests: Sequence[str]) -> Tensor:
+    """int64 [I, 2] of digests of 32 hexadecimal digits."""
+    return torch.from_numpy(np.frombuffer(bytes.fromhex("".join(digests)), "<i8").reshape(-1, 2).copy())
+
+
+def digests(numbers_I2: Tensor) -> list[str]:
+    """What `as_numbers` was given."""
+    return [each.astype("<i8").tobytes().hex() for each in numbers_I2.numpy()]
+
+
+def attention_mask(blocks_B4: Tensor, positions_RL: Tensor, reach: Reach = FULL, together_RL: Tensor | None = None) -> Tensor:
     """bool [R, L, L], True where query (second axis) may attend to key (third): as blocks say, as far back as a layer reaches.
-    Distances are those of positions, for siblings stand between a completion and its prompt. Padding sees itself."""
+    Distances are those of positions, for siblings stand between a completion and its prompt. Padding sees itself. together_RL:
+    int64, equal numbers from 0 on see each other, also those behind them."""
     rows, length = positions_RL.shape
     seen = torch.zeros(rows, length, length, dtype=torch.bool, device=positions_RL.device)
     for query, end, key, stop in blocks_B4.tolist():
         row, begin = divmod(query, length)
         seen[row, begin : begin + end - query, key - row * length : stop - row * length] = True
-    seen &= torch.ones(length, length, dtype=torch.bool, device=positions_RL.device).tril()
+    before = torch.ones(length, length, dtype=torch.bool, device=positions_RL.device).tril()
+    if together_RL is not None:
+        before = before | ((together_RL[:, :, None] == together_RL[:, None]) & (together_RL >= 0)[:, :, None])
+    seen &= before
     seen &= reach.covers(positions_RL[:, :, None], positions_RL[:, None, :])
     seen.diagonal(dim1=1, dim2=2).fill_(True)
     return seen

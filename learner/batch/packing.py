@@ -28,7 +28,7 @@ from torch import Tensor
 
 from async_rlhf.buffers.record import Piece, Rollout
 from async_rlhf.buffers.routing import RoutingArray
-from async_rlhf.learner.batch.micro_batch import MicroBatch
+from async_rlhf.learner.batch.micro_batch import MicroBatch, as_numbers
 from async_rlhf.learner.batch.rows import BatchRow, RowMember, by_group
 from async_rlhf.learner.config import room_beside
 from async_rlhf.learner.objective.objective import Counts
@@ -203,6 +203,8 @@ def _tensors(rows: Sequence[BatchRow], packing: Packing) -> MicroBatch:
     optional = _targets(members)
     if experts is not None:
         optional["experts_PMk"] = torch.from_numpy(experts)
+    if layout.prompts:
+        optional |= {"prompts_Q4": torch.tensor(layout.prompts), "images_I2": as_numbers(layout.images)}
     if packing.recorded_references:
         optional["logp_reference_N"] = _joined([r.reference for r in rollouts if r.reference is not None], np.float32)
     comparable = [_comparable(r, not sampling.truncation) for r, sampling in zip(rollouts, samplings, strict=True)]
@@ -237,6 +239,10 @@ class _TokenLayout:
     """Blocks of attention of completions to the prompt they share."""
     experts: np.ndarray | None = None
     """As `PolicyInputs.experts_PMk`."""
+    prompts: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """As `PolicyInputs.prompts_Q4`."""
+    images: list[str] = field(default_factory=list)
+    """Digests of all their images."""
 
     def add(self, row: BatchRow, shares: bool) -> list[np.ndarray]:
         """Append a row, with a row for each piece that begins anew where completions do not share theirs. Returns for each
@@ -250,6 +256,9 @@ class _TokenLayout:
             predicting[0] = behind - 1  # by the prompt, each other one by the token before it
             if len(members) > 1:
                 self._attend(at)
+        if row.group.images:
+            self.prompts.append((begin, behind, self.end, len(row.group.images)))
+            self.images += row.group.images
         if len(members) == 1:
             self._attend(begin)
         else:

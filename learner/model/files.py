@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.model_directory import load_whole
+from async_rlhf.buffers.model_directory import language_model, load_whole
 from async_rlhf.learner.checkpoint.store import CheckpointError
 
 # Written by `save_pretrained`; everything else beside the weights comes from the model that training began with.
@@ -27,7 +27,7 @@ _COMES_ALONG = {".json", ".txt", ".model", ".jinja"}
 def load_model(directory: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A causal language model in evaluation mode; raises ConfigError when the directory holds none."""
     try:
-        model = load_whole(AutoModelForCausalLM, directory, dtype=dtype)
+        model = load_whole(language_model(directory), directory, dtype=dtype)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model = {str(directory)!r} is no Hugging Face causal language model: {error}") from error
     return cast(nn.Module, model.to(device).eval())

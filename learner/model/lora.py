@@ -6,7 +6,7 @@ Engines get W', or B and A alone; the checkpoint's `model/` has W', its `adapter
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.model_directory import from_pretrained
+from async_rlhf.buffers.images.tower import tower_parameters
+from async_rlhf.buffers.model_directory import from_pretrained, language_model
 from async_rlhf.learner.checkpoint.store import CheckpointError
 from async_rlhf.learner.config import LoraConfig
 
@@ -31,7 +32,7 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
     from peft import inject_adapter_in_model
 
     asked = f"learner.lora.targets = {list(config.targets)}"
-    targets = _linear(model) if config.targets == ("all-linear",) else list(config.targets)
+    targets = _linear(model) if config.targets == ("all-linear",) else _outside_tower(model, config.targets)
     adapter = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -52,12 +53,22 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
 
 
 def _linear(model: nn.Module) -> list[str]:
-    """The layers of "all-linear": all linear layers but the output layer. Experts in one parameter are not among them."""
+    """The layers of "all-linear": all linear layers but the output layer and those that read images. Experts in one parameter
+    are not among them."""
     owner: Any = model
-    last = owner.get_output_embeddings()
+    last, tower = owner.get_output_embeddings(), tower_parameters(model)
     linear = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D))
     # A router gives more than its product.
-    return [name for name, layer in linear if layer is not last and "Router" not in type(layer).__name__]
+    wanted = [name for name, layer in linear if layer is not last and "Router" not in type(layer).__name__]
+    return [name for name in wanted if f"{name}.weight" not in tower]
+
+
+def _outside_tower(model: nn.Module, targets: Sequence[str]) -> list[str]:
+    """The same, of a model that reads images the whole names of those layers that do not."""
+    if not (tower := tower_parameters(model)):
+        return list(targets)
+    named = [name for name, _ in model.named_modules() for target in targets if f".{name}".endswith(f".{target}")]
+    return [name for name in named if f"{name}.weight" not in tower] or list(targets)
 
 
 def _check_plain(model: nn.Module, asked: str) -> None:
@@ -75,10 +86,10 @@ def _check_plain(model: nn.Module, asked: str) -> None:
 
 def check_targets(directory: Path, config: LoraConfig) -> list[str]:
     """The layers that get adapters, found without weights. Raises ConfigError as `add_adapters`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(from_pretrained(AutoConfig, directory), trust_remote_code=False)
+        model = language_model(directory).from_config(from_pretrained(AutoConfig, directory), trust_remote_code=False)
     add_adapters(model, config)
     return [place for place, _ in _adapted(model)]
 

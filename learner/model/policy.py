@@ -11,21 +11,19 @@ import logging
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, NamedTuple, cast, get_args
+from itertools import islice
+from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from async_rlhf.buffers.attention import FAMILIES, Reach, attention, max_length, probe_length
-from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.record import Group, Rollout, Span
-from async_rlhf.buffers.sampling import Sampling
-from async_rlhf.learner.batch.micro_batch import MicroBatch, PolicyInputs, attention_bias, attention_mask
-from async_rlhf.learner.batch.packing import Packing, Sharing, make_micro_batches
-from async_rlhf.learner.batch.rows import make_rows
+from async_rlhf.buffers.attention import FAMILIES, Reach, attention
+from async_rlhf.buffers.errors import ConfigError, RecordError
+from async_rlhf.buffers.images.tower import ImageReader, PromptPlace
+from async_rlhf.learner.batch.micro_batch import MicroBatch, PolicyInputs, attention_bias, attention_mask, digests
+from async_rlhf.learner.batch.packing import Sharing
 from async_rlhf.learner.config import LOGITS_MIB, LearnerConfig, chunk_tokens, token_cost, tokens_within
 from async_rlhf.learner.model.blocks import attend_in_blocks, planned
 from async_rlhf.learner.model.logprobs import chunked_logprobs, token_energy, token_entropy, token_ids, token_logprobs
@@ -83,13 +81,16 @@ class Predicted(NamedTuple):
 
 
 class Policy(nn.Module):
-    """`model` is the language model, `critic` estimates values where there is one.
+    """`model` is the language model, `critic` estimates values where there is one, `images` reads those of prompts.
 
     Raises ConfigError when the model does not support gradient checkpointing, or to be compiled.
     """
 
-    def __init__(self, model: nn.Module, config: LearnerConfig, *, with_critic: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, config: LearnerConfig, *, with_critic: bool = False, images: ImageReader | None = None
+    ) -> None:
         super().__init__()
+        self.images = images
         for setting in ("gradient_checkpointing", "compile"):
             if getattr(config, setting) and not _layers(model):
                 raise ConfigError(f"learner.{setting} = true: this model has no layers that support it; use false")
@@ -131,6 +132,7 @@ class Policy(nn.Module):
         if self.attention is None:
             return ("none",)
         plain = config.device == "cpu" and config.sequence_parallel == 1 and not config.compile
+        plain = plain and not (self.images is not None and self.images.is_bidirectional)
         return ("blocks", "rows", "none") if plain and attend_in_blocks(self.model) else ("rows", "none")
 
     @property
@@ -154,8 +156,9 @@ class Policy(nn.Module):
 
     @property
     def trunk(self) -> nn.Module:
-        """The model without its output layer; the model itself where it is not built of two."""
-        return cast(nn.Module, self.model.base_model)
+        """The model without its output layer, and without what reads images; the model itself where it is not built of them."""
+        reads_images = hasattr(self.model.config, "vision_config")
+        return cast(nn.Module, self.model.get_decoder() if reads_images else self.model.base_model)
 
     @property
     def output_layer(self) -> nn.Linear:
@@ -178,7 +181,7 @@ class Policy(nn.Module):
     def values(self, batch: MicroBatch) -> Tensor:
         """float32 [N]: those of a critic with a trunk of its own, without a pass of the policy."""
         assert self.critic is not None and self.critic.trunk is not None
-        inputs = _inputs(batch, self._mask(batch, self._autocast))
+        inputs = self._inputs(batch, self._mask(batch, self._autocast), self.critic.trunk)
         with torch.autocast(batch.ids_RL.device.type, dtype=self._autocast, enabled=self._autocast is not None):
             values_N: Tensor = self.critic(None, inputs=inputs, source_N=batch.source_N)
         return values_N
@@ -190,26 +193,29 @@ class Policy(nn.Module):
     def _mask(self, batch: MicroBatch, dtype: torch.dtype | None) -> Any:
         """The model's `attention_mask` argument. Rows of one piece need no mask of ours: padding stands on the right, where no
         token attends. Without a mask attention takes its fastest kernels."""
-        if not batch.is_packed:
+        if not batch.is_packed and not (batch.prompts_Q4 is not None and self.images and self.images.is_bidirectional):
             return None
         if self.sharing == "blocks" and self.attention is not None and len(batch.ids_RL) == 1:
             last = self.model.config.get_text_config().num_hidden_layers - 1
             return self.attention.masks(lambda reach: planned(batch, reach, dtype or torch.float32, last))
-        return self._masks(batch.blocks_B4, batch.positions_RL, dtype)
+        together = self.images.together(batch.ids_RL, _places(batch)) if self.images else None
+        return self._masks(batch.blocks_B4, batch.positions_RL, dtype, together)
 
-    def _masks(self, blocks_B4: Tensor, positions_RL: Tensor, dtype: torch.dtype | None) -> Any:
+    def _masks(
+        self, blocks_B4: Tensor, positions_RL: Tensor, dtype: torch.dtype | None, together_RL: Tensor | None = None
+    ) -> Any:
         """One for each kind of layer, in the type that attention is computed in."""
         assert self.attention is not None, "rows of several completions for a model that takes one"
 
         def bias(reach: Reach) -> Tensor:
-            return attention_bias(attention_mask(blocks_B4, positions_RL, reach), dtype or torch.float32)
+            return attention_bias(attention_mask(blocks_B4, positions_RL, reach, together_RL), dtype or torch.float32)
 
         return self.attention.masks(bias)
 
     def _forward(
         self, batch: PolicyInputs, masks: Any, dtype: torch.dtype | None, energies: bool = False, others: int | Tensor = 0
     ) -> Predicted:
-        inputs = _inputs(batch, masks)
+        inputs = self._inputs(batch, masks)
         replayed = nullcontext() if self._replay is None else self._replay.given(batch.experts_PMk)
         with replayed, torch.autocast(batch.ids_RL.device.type, dtype=dtype, enabled=dtype is not None):
             if self._chunked:
@@ -222,15 +228,33 @@ class Policy(nn.Module):
             else:
                 out = self.model(**inputs, output_hidden_states=self.critic is not None)
                 hidden_ND = out.hidden_states[-1].flatten(0, 1)[batch.source_N] if self.critic is not None else None
-                logits_NV, masks = out.logits.flatten(0, 1)[batch.source_N], batch.sampling_masks
+                logits_NV, left = out.logits.flatten(0, 1)[batch.source_N], batch.sampling_masks
                 ids_NJ = token_ids(logits_NV, batch.target_N, others)
-                logp_NJ = token_logprobs(logits_NV, ids_NJ, batch.temperature_N, masks)
-                entropy_N = token_entropy(logits_NV, batch.temperature_N, masks)
-                energy_N = token_energy(logits_NV, batch.target_N, batch.temperature_N, masks).detach() if energies else None
+                logp_NJ = token_logprobs(logits_NV, ids_NJ, batch.temperature_N, left)
+                entropy_N = token_entropy(logits_NV, batch.temperature_N, left)
+                energy_N = token_energy(logits_NV, batch.target_N, batch.temperature_N, left).detach() if energies else None
             # By name: DeepSpeed's hooks replace positional tensors, and the plan of a mask would be lost.
+            if batch.prompts_Q4 is not None and self.critic is not None and self.critic.trunk is not None:
+                inputs = self._inputs(batch, masks, self.critic.trunk)
             value_N = None if self.critic is None else self.critic(hidden_ND, inputs=inputs, source_N=batch.source_N)
         of_others = (ids_NJ[:, 1:], logp_NJ[:, 1:]) if ids_NJ.shape[1] > 1 else (None, None)
         return Predicted(logp_NJ[:, 0], entropy_N, value_N, energy_N, *of_others)
+
+    def _inputs(self, batch: PolicyInputs, masks: Any, trunk: nn.Module | None = None) -> dict[str, Any]:
+        """The arguments of a trunk; None: the policy's own. Raises RecordError for images where none are read."""
+        if batch.prompts_Q4 is None:
+            inputs: dict[str, Any] = {"input_ids": batch.ids_RL, "use_cache": False}
+            return inputs if masks is None else inputs | {"position_ids": batch.positions_RL, "attention_mask": masks}
+        if self.images is None:
+            raise RecordError("a group has images, and this learner was given no store of them; give the run's (data/images)")
+        prompts, length = _places(batch), batch.ids_RL.shape[1]
+        embedding = None if trunk is None else cast(Any, trunk).get_input_embeddings()
+        behind = [(end - 1) % length + 1 for end in batch.prompts_Q4[:, 2].tolist()]
+        positions = self.images.turned(batch.positions_RL, prompts, behind)
+        read = {**self.images.embedded(batch.ids_RL, prompts, embedding), "use_cache": False}
+        if masks is None and not self.images.turns:  # where positions begin again transformers would begin another text
+            return read
+        return read | {"position_ids": positions, "attention_mask": masks}
 
     def probe(self, ids: Tensor) -> Tensor:
         """float32 [len(ids) - 1]: log-probability of each token of one plain text after its first, at temperature 1."""
@@ -257,10 +281,16 @@ class Policy(nn.Module):
         return bool((capped - plain * scale).abs().max() < _SAME_LOGITS * _LARGE)
 
 
-def _inputs(batch: PolicyInputs, masks: Any) -> dict[str, Any]:
-    """The arguments of a trunk."""
-    inputs: dict[str, Any] = {"input_ids": batch.ids_RL, "use_cache": False}
-    return inputs if masks is None else inputs | {"position_ids": batch.positions_RL, "attention_mask": masks}
+def _places(batch: PolicyInputs) -> list[PromptPlace]:
+    """The prompts with images."""
+    if batch.prompts_Q4 is None or batch.images_I2 is None:
+        return []
+    found, images, width = [], iter(digests(batch.images_I2)), batch.ids_RL.shape[1]
+    for begin, end, _, count in batch.prompts_Q4.tolist():
+        row, column = divmod(begin, width)
+        ids = tuple(batch.ids_RL[row, column : column + end - begin].tolist())
+        found.append(PromptPlace(row, column, ids, tuple(islice(images, count))))
+    return found
 
 
 def _freeze_attention(trunk: nn.Module) -> None:
@@ -294,73 +324,3 @@ def _compile(policy: nn.Module) -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     for layer in _layers(policy):
         layer.compile(backend=_COMPILER, dynamic=True)
-
-
-@torch.no_grad()
-def check_policy(policy: Policy) -> None:
-    """Hold a policy to its model when a learner starts, with the weights that it starts from: log-probabilities from
-    micro-batches against plain passes, one text at a time. Sets `policy.sharing`: the first way in which siblings share the
-    computation of their prompt that gives the plain numbers. Raises ConfigError when none does."""
-    group = _made_up(policy)
-    plain = torch.cat([_plain(policy, group, rollout) for rollout in group.rollouts])
-    difference = float("nan")
-    for sharing in policy.sharings:
-        policy.sharing = sharing
-        try:
-            difference = _difference(policy, group, plain)
-        except (TypeError, ValueError, KeyError, IndexError, RuntimeError) as error:
-            if policy.compiled and isinstance(error, torch._dynamo.exc.TorchDynamoException):
-                reason = " ".join(str(error).strip().partition("\n\n")[0].split())
-                raise ConfigError(f"learner.compile = true: this model is not compiled here: {reason}. Use false") from error
-            if policy.sharing != "blocks":  # which asks more of a model than that it is right
-                _log.warning("a pass over padded rows ended with %s: %s", type(error).__name__, error)
-            continue
-        if difference <= MAX_DIFFERENCE:
-            if policy.sharing == "none" and len(policy.sharings) > 1:
-                _log.warning("completions of a prompt do not share its computation: in one row this model mixes them")
-            return
-    raise ConfigError(
-        f"model type {policy.config.get('model_type')!r}: log-probabilities of padded rows differ from plain passes by "
-        f"{difference:.3g} nats on average (at most {MAX_DIFFERENCE:g}), as of a model that looks ahead or mixes the texts "
-        "of a batch. Use a causal language model"
-    )
-
-
-def check_together(policy: Policy, other: Policy) -> None:
-    """Check another that reads the same rows; then both have the same `sharing`. Raises ConfigError as `check_policy`."""
-    check_policy(other)
-    order = get_args(Sharing)
-    while policy.sharing != other.sharing:
-        better = min(policy, other, key=lambda each: order.index(each.sharing))
-        better.sharings = better.sharings[better.sharings.index(better.sharing) + 1 :]
-        check_policy(better)
-
-
-def _difference(policy: Policy, group: Group, plain: Tensor) -> float:
-    """Mean |log-probability - plain| of the tokens of the group; infinite where one of them is NaN."""
-    rows = make_rows([group], [[0.0] * len(group.rollouts)])
-    batches = make_micro_batches(rows, Packing(1 << 30, policy.sharing))
-    logp = torch.cat([policy.exactly(batch.to(policy.device)) for batch in batches])
-    # Micro-batches hold the longest rows first, and the group has its completions in that order.
-    return float((logp - plain).abs().mean().nan_to_num(torch.inf))
-
-
-def _plain(policy: Policy, group: Group, rollout: Rollout) -> Tensor:
-    ids = torch.from_numpy(np.concatenate([group.prompt_ids, rollout.completion_ids]).astype(np.int64)).to(policy.device)
-    return policy.probe(ids)[len(group.prompt_ids) - 1 :]
-
-
-def _made_up(policy: Policy) -> Group:
-    """Three completions of one prompt, the longest longer than any window where that is affordable."""
-    num_parameters = sum(p.numel() for p in policy.model.parameters())
-    length = probe_length(num_parameters, policy.vocabulary, policy.attention, max_length(policy.config))
-    prompt = max(1, length // 4)
-    longest = length - prompt
-    rng = np.random.default_rng(0)
-
-    def ids(count: int) -> np.ndarray:
-        return rng.integers(policy.vocabulary, size=max(1, count)).astype(np.int32)
-
-    lengths = (longest, longest // 2 + 1, longest // 5)
-    rollouts = [Rollout(ids(n), np.zeros(max(1, n), np.float32), (Span(0, max(1, n)),), "length") for n in lengths]
-    return Group(number=0, attempt=0, prompt_ids=ids(prompt), rollouts=tuple(rollouts), sampling=Sampling())

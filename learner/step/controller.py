@@ -307,12 +307,13 @@ def make_backend(
     reference: Path | None = None,
     max_steps: int | None = None,
     longest: int | None = None,
+    images: Path | None = None,
 ) -> Controller:
-    """This rank's part of the learner. publish_dtype, reference, max_steps: as of `Machine`, which raises ConfigError; longest:
-    as of `Controller`."""
+    """This rank's part of the learner. publish_dtype, reference, max_steps, images: as of `Machine`, which raises ConfigError;
+    longest: as of `Controller`."""
     # Else DeepSpeed chooses the best accelerator at import; transformers imports it too, to save a model.
     os.environ["DS_ACCELERATOR"] = config.device.partition(":")[0]
     kind = Machine
     if config.backend == "deepspeed":
         from async_rlhf.learner.step.deepspeed_machine import DeepSpeedMachine as kind
-    return Controller(kind(model_dir, config, ranks or Ranks(), publish_dtype, reference, max_steps), loss, longest)
+    return Controller(kind(model_dir, config, ranks or Ranks(), publish_dtype, reference, max_steps, images), loss, longest)

@@ -23,14 +23,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from async_rlhf.buffers.errors import DeadlineError, NonFiniteError
+from async_rlhf.buffers.images.tower import ImageReader, tower_parameters
 from async_rlhf.buffers.protocol.message import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.batch.micro_batch import MicroBatch
 from async_rlhf.learner.checkpoint.writer import Lent, begin_copy
 from async_rlhf.learner.config import LearnerConfig
 from async_rlhf.learner.model import lora
+from async_rlhf.learner.model.check import check_policy, check_together
 from async_rlhf.learner.model.files import load_model, saved_weights, write_model
-from async_rlhf.learner.model.policy import Policy, Predicted, check_policy, check_together
+from async_rlhf.learner.model.policy import Policy, Predicted
 from async_rlhf.learner.step.ranks import Ranks, buckets, take_device
 
 # Enough that a wrong tensor anywhere shows, few enough to cost nothing beside a step.
@@ -47,7 +49,7 @@ _BETAS = (0.9, 0.95)
 
 class Machine:
     """`policy` learns. publish_dtype: what the engines serve. reference: the directory of a frozen reference that is held here,
-    the initial model's or a teacher's. max_steps: when the learning rate has fallen, where it does.
+    the initial model's or a teacher's. max_steps: when the learning rate has fallen, where it does. images: the prompts' store.
 
     Raises ConfigError when a directory holds no causal language model, when the two read rows in no common way, or the device
     is not there.
@@ -63,17 +65,24 @@ class Machine:
         publish_dtype: str = "float32",
         reference: Path | None = None,
         max_steps: int | None = None,
+        images: Path | None = None,
     ) -> None:
         self.config, self._model_dir, self.ranks, self.max_steps = config, model_dir, ranks, max_steps
+        self._images = images
         self.with_reference = reference is not None
         torch.set_num_threads(config.threads)
         self.publish_dtype: torch.dtype = getattr(torch, publish_dtype)
         self.device = take_device(config.device, ranks.rank)
         self._lora = config.lora if config.lora.rank else None
         model = self._load_model()
+        if not config.train_vision:
+            for parameter in tower_parameters(model).values():
+                parameter.requires_grad_(False)
         if self._lora is not None:
             lora.add_adapters(model, self._lora)
-        self.policy = Policy(model, config, with_critic=True)
+        self.policy = Policy(
+            model, config, with_critic=True, images=ImageReader.of(model, model_dir, images, trains=config.train_vision)
+        )
         check_policy(self.policy)
         self._reference: Callable[..., Predicted] | None = self._load_reference(reference) if reference else None
         critic = {} if self.policy.critic is None else dict(self.policy.critic.named_parameters())
@@ -91,7 +100,8 @@ class Machine:
         kind = self.config.reference_dtype
         model = load_model(directory, device or self.device, getattr(torch, kind)).requires_grad_(False)
         computed = self.config.dtype if kind == "float32" else kind
-        reference = Policy(model, self.config.model_copy(update={"dtype": computed}))
+        own = self.config.model_copy(update={"dtype": computed})
+        reference = Policy(model, own, images=ImageReader.of(model, directory, self._images))
         if directory != self._model_dir:
             check_together(self.policy, reference)
         reference.sharing = self.policy.sharing
@@ -150,6 +160,8 @@ class Machine:
         self._await_readers()
         set_learning_rate(self._optimizer, self.config, step, self.max_steps, rate)
         self._optimizer.step()
+        if self.policy.images is not None and self.config.train_vision:
+            self.policy.images.forget()
         return float(norm), True
 
     def _await_readers(self) -> None:
@@ -270,6 +282,8 @@ class Machine:
             self._optimizer.state[p] = {kind: value.to(p.device) for kind, value in state.get(name, {}).items()}
         if self.policy.critic is not None:
             self.policy.critic.load_state_dict(saved["critic"])
+        if self.policy.images is not None:
+            self.policy.images.forget()
 
     def _learned(self) -> Mapping[str, Tensor]:
         """The model's weights that a checkpoint restores: all of them, or its adapters."""

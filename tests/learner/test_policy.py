@@ -24,7 +24,8 @@ from async_rlhf.experiments.doctor import families
 from async_rlhf.learner.batch.packing import Packing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.model.policy import Policy, check_policy
+from async_rlhf.learner.model.check import check_policy
+from async_rlhf.learner.model.policy import Policy
 from async_rlhf.learner.step.controller import Controller
 
 make_backend = partial(making.make_backend, max_grad_norm=1e6)

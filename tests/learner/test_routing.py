@@ -25,7 +25,8 @@ from async_rlhf.experiments.doctor.checks import MIXTURES, mismatches
 from async_rlhf.learner.batch.packing import Packing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.model.policy import Policy, check_policy
+from async_rlhf.learner.model.check import check_policy
+from async_rlhf.learner.model.policy import Policy
 from async_rlhf.learner.model.routing import RoutingReplay
 
 QUICK = ("deepseek_v3", "olmoe", "qwen3_moe")

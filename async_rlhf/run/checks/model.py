@@ -293,8 +293,9 @@ def deep_check(config: Config) -> Iterator[str]:
     # Torch takes seconds to import, and nothing else of `check` needs it.
     from transformers.utils import logging
 
+    from async_rlhf.learner.model.check import check_policy
     from async_rlhf.learner.model.files import load_model
-    from async_rlhf.learner.model.policy import Policy, check_policy
+    from async_rlhf.learner.model.policy import Policy
     from async_rlhf.learner.objective.estimation import check_estimator
     from async_rlhf.learner.objective.trial import check_loss
     from async_rlhf.learner.step.ranks import take_device

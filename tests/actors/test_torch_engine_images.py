@@ -1,0 +1,196 @@
+"""Prompts with images are sampled from as plain transformers passes say, whatever runs beside them and however often they are
+computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from async_rlhf.actors.engine import Completion, Request, RolloutKey
+from async_rlhf.actors.torch_engine.engine import TorchEngine
+from async_rlhf.actors.torch_engine.loading import load_engine
+from async_rlhf.actors.torch_engine.model_check import check_reading
+from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
+from async_rlhf.buffers.errors import ConfigError, EngineError
+from async_rlhf.buffers.images.processor import ImageProcessor
+from async_rlhf.buffers.images.store import ImageStore
+from async_rlhf.buffers.images.tower import ImageReader
+from async_rlhf.buffers.sampling import Sampling
+from async_rlhf.learner.step.torch_machine import raw
+from tests import image_models
+from tests.actors.torch_models import finished
+
+
+class Served:
+    """A family's tiny model, its processor, and three images of different shapes."""
+
+    def __init__(self, family: str, directory: Path) -> None:
+        self.directory = directory
+        self.model = image_models.make(family, directory)
+        self.store = ImageStore(directory / "images")
+        self.images = [self.store.add(image_models.drawn(*size)) for size in ((30, 20), (16, 44), (24, 24))]
+        self.processor = ImageProcessor(directory, self.store)
+        self.reader = ImageReader(self.model, self.processor)
+
+    def engine(self, **settings: Any) -> TorchEngine:
+        return TorchEngine(self.model, **{"slots": 3, "stop_ids": set(), "reader": self.reader, **settings})
+
+    def request(self, group: int, member: int, *images: str, new: int = 8, text: str = "what?", **rest: Any) -> Request:
+        ids = tuple(self.processor.encode(image_models.asking(*images, text=text), {}).ids)
+        return Request(
+            RolloutKey(group, 0, member), ids, new, Sampling(), seed=7 * group + member, images=tuple(images), **rest
+        )
+
+    def assert_plain(self, asked: Sequence[Request], ended: Mapping[RolloutKey, Completion]) -> None:
+        for request in asked:
+            completion = ended[request.key]
+            sampled = completion.token_ids.tolist()
+            if self.processor.place_id in sampled:
+                sampled = sampled[: sampled.index(self.processor.place_id)]
+            ids = torch.tensor([*request.prefix_ids, *sampled])
+            if request.images:
+                logits = ImageReader(self.model, self.processor).plain(
+                    ids[:-1].tolist(), len(request.prompt_ids), request.images
+                )
+            else:
+                with torch.no_grad():
+                    logits = self.model(input_ids=ids[None, :-1], use_cache=False).logits[0]
+            logp = torch.log_softmax(logits.float(), -1).gather(-1, ids[1:, None])[len(request.prefix_ids) - 1 :, 0]
+            np.testing.assert_allclose(completion.logprobs[: len(sampled)], logp.numpy(), rtol=0, atol=1e-5)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Callable[[str], Served]:
+    return lambda family: Served(family, tmp_path)
+
+
+@pytest.mark.parametrize("family", image_models.MAKERS)
+def test_sampled_log_probabilities_are_those_of_plain_passes(served: Callable[[str], Served], family: str) -> None:
+    own = served(family)
+    a, b, c = own.images
+    asked = [
+        own.request(0, 0, a), own.request(0, 1, a), own.request(1, 0, b), own.request(2, 0, b, a, c), own.request(3, 0),
+        own.request(2, 1, b, a, c),
+    ]  # fmt: skip
+    # Fewer slots than requests, and less room for a pass than a prompt takes.
+    own.assert_plain(asked, finished(own.engine(prefill_tokens=24), asked))
+
+
+def test_equal_texts_with_other_images_share_nothing(served: Callable[[str], Served]) -> None:
+    own = served("gemma3")  # whose images all have as many tokens
+    a, b, _ = own.images
+    asked = [own.request(0, 0, a), own.request(1, 0, b), own.request(0, 1, a), own.request(1, 1, b)]
+    assert len({request.prompt_ids for request in asked}) == 1
+    own.assert_plain(asked, finished(own.engine(slots=4), asked))
+
+
+def test_the_tower_reads_an_image_once_for_all_who_ask_about_it(served: Callable[[str], Served]) -> None:
+    own = served("qwen2_5_vl")
+    a, b, _ = own.images
+    engine = own.engine(slots=2)
+    finished(engine, [own.request(group, member, a, text="abc"[group]) for group in range(3) for member in range(4)])
+    assert own.reader.num_read == 1
+    finished(engine, [own.request(9, member, b) for member in range(4)])
+    assert own.reader.num_read == 2
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "internvl"])
+@pytest.mark.parametrize("on_update", ["keep", "interrupt"])
+def test_rows_go_on_behind_their_images_when_weights_change(
+    served: Callable[[str], Served], family: str, on_update: Any
+) -> None:
+    own = served(family)
+    a, b, _ = own.images
+    asked = [own.request(0, 0, a), own.request(1, 0, b, a)]
+    engine = own.engine(on_update=on_update, version=0)
+    engine.submit(asked)
+    for _ in range(4):
+        engine.step()
+    engine.load_weights(1, {name: raw(p.detach().clone()) for name, p in own.model.named_parameters()})
+    read = own.reader.num_read
+    ended = {}
+    while engine.num_unfinished:
+        ended |= {completion.key: completion for completion in engine.step()}
+    own.assert_plain(asked, ended)
+    assert own.reader.num_read == read  # the tower is the same
+    changed = {name: raw(p.detach() * 1.1) for name, p in own.model.named_parameters()}
+    engine.load_weights(2, changed)
+    asked = [own.request(2, 0, a)]
+    own.assert_plain(asked, finished(engine, asked))
+    assert own.reader.num_read > read
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "smolvlm"])
+def test_rows_that_were_sent_back_for_want_of_room_go_on_as_they_were(served: Callable[[str], Served], family: str) -> None:
+    own = served(family)
+    a, b, _ = own.images
+    asked = [own.request(0, 0, a, new=40), own.request(0, 1, a, new=40), own.request(1, 0, b, new=40)]
+    longest = max(request.most_tokens for request in asked)
+    engine = own.engine(max_places=int(1.7 * longest))
+    own.assert_plain(asked, finished(engine, asked))
+    assert engine.num_suspended > 0
+
+
+def test_a_turn_that_is_continued_turns_on_behind_its_image(served: Callable[[str], Served]) -> None:
+    own = served("qwen2_5_vl")
+    first = own.request(0, 0, own.images[1], hold=True)
+    engine = own.engine()
+    ids = tuple(finished(engine, [first])[first.key].token_ids.tolist())
+    for key in (first.key, RolloutKey(5, 0, 0)):  # held, and computed again
+        again = Request(key, first.prompt_ids, 6, Sampling(), seed=3, images=first.images, context=(*ids, 9, 10, 11))
+        own.assert_plain([again], finished(engine, [again]))
+
+
+def test_a_sampled_token_of_an_image_is_a_token_as_any_other(served: Callable[[str], Served]) -> None:
+    own = served("qwen2_5_vl")
+    place = own.processor.place_id
+    first = own.request(0, 0, own.images[0])
+    again = Request(RolloutKey(1, 0, 0), first.prompt_ids, 5, Sampling(), 0, images=first.images, context=(place, place, 9))
+    ended = finished(own.engine(), [again])[again.key]
+    # As if the token of images were another one with the same embedding.
+    table = own.model.get_input_embeddings().weight
+    with torch.no_grad():
+        table[place] = table[20]
+    engine = own.engine()
+    twin = finished(engine, [again])[again.key]
+    spelt = Request(again.key, again.prompt_ids, 5, Sampling(), 0, images=again.images, context=(20, 20, 9))
+    other = finished(own.engine(), [spelt])[again.key]
+    assert len(ended.token_ids) == 5
+    assert twin.token_ids.tolist() == other.token_ids.tolist()
+    np.testing.assert_allclose(twin.logprobs, other.logprobs, atol=1e-6)
+
+
+def test_an_engine_without_the_store_refuses_images(served: Callable[[str], Served]) -> None:
+    own = served("internvl")
+    with pytest.raises(EngineError, match="has 1 images, and this engine was started without their store"):
+        own.engine(reader=None).submit([own.request(0, 0, own.images[0])])
+
+
+def test_an_engine_is_loaded_with_its_images_and_held_to_plain_passes(
+    served: Callable[[str], Served], monkeypatch: Any
+) -> None:
+    own = served("qwen3_vl")
+    config = TorchEngineConfig(slots=2)
+    load_engine(str(own.directory), config, images=own.processor)
+    monkeypatch.setattr(ImageReader, "positions", lambda self, ids, images: (None, 0))
+    with pytest.raises(ConfigError, match=r"'qwen3_vl_text' cannot be served .* behind images log-probabilities differ"):
+        load_engine(str(own.directory), config, images=own.processor)
+
+
+def test_an_engine_whose_images_do_not_see_themselves_is_refused(served: Callable[[str], Served]) -> None:
+    own = served("gemma3")
+    engine = own.engine()
+    check_reading(engine, own.model)
+    own.reader.is_bidirectional = False
+    with pytest.raises(ConfigError, match="behind images log-probabilities differ"):
+        check_reading(own.engine(), own.model)
