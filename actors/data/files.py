@@ -70,9 +70,10 @@ def plain(located: Iterable[Located], seen: Collection[str] = ()) -> Iterator[Lo
     seen: columns that may hold images, which become data URLs. Raises ConfigError for a column whose values have no such form,
     and for an image that is refused.
     """
-    for where, given in located:
+    for where, row in located:
+        given = _with_urls(where, row, seen)
         try:
-            yield where, json_value(json.dumps(_with_urls(where, given, seen), default=_written))
+            yield where, json_value(json.dumps(given, default=_written))
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: {_unwritable(given)}; leave it out, or write it as text or numbers") from error
 

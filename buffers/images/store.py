@@ -22,7 +22,7 @@ from pathlib import Path
 from PIL import Image
 
 from async_rlhf.buffers.errors import DamagedError
-from async_rlhf.buffers.images.decoding import decoded, digest_of, size_of
+from async_rlhf.buffers.images.decoding import MAX_BYTES, decoded, digest_of, size_of
 
 _DIGEST = re.compile("[0-9a-f]{32}")
 _RECENT = 4
@@ -103,7 +103,8 @@ def _remove(directory: str, owner: int) -> None:
 @functools.lru_cache(_RECENT)
 def _recent(path: Path) -> Image.Image:
     try:
-        image = decoded(path.read_bytes())
+        with path.open("rb") as file:
+            image = decoded(file.read(MAX_BYTES + 1))
     except (OSError, ValueError) as error:
         raise _damaged(path, error) from error
     if (found := digest_of(image)) != path.name:

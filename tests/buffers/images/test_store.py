@@ -174,7 +174,7 @@ def _add(directory: Path, seeds: list[int]) -> list[str]:
 
 def test_several_processes_keep_the_same_images_at_once(tmp_path: Path) -> None:
     seeds = list(range(40))
-    with multiprocessing.get_context("fork").Pool(2) as pool:
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
         first, second = pool.starmap(_add, [(tmp_path, seeds), (tmp_path, seeds)])
     store = ImageStore(tmp_path)
     assert first == second and sorted(store) == sorted(first) == sorted(path.name for path in tmp_path.iterdir())
