@@ -3,7 +3,8 @@ environment reads them too."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 # Kinds of parts that are text, as clients of OpenAI's two interfaces write them; a part without a kind is text if it has one.
@@ -12,16 +13,27 @@ _TEXT_KEYS = ("content", "reasoning_content", "reasoning", "thinking", "name", "
 _NO_TEXT = {"image", "images", "image_url", "audio", "audios", "video", "videos"}
 
 
-def chat_of(given: Sequence[Any]) -> list[dict[str, Any]]:
-    """Chat messages as templates for text read them.
+def chat_of(given: Sequence[Any], *, with_images: bool = False) -> list[dict[str, Any]]:
+    """Chat messages as templates read them. with_images: the content of a message may be parts, of which some are images by
+    digest, `{"type": "image", "image": DIGEST}`; elsewhere they are refused.
 
     Keys whose value is null are dropped (Arrow gives each message those of all others, and templates ask whether a key is
     there), an empty list of tool calls too; parts of text are joined. Raises ValueError: the message, the key, what is wrong.
     """
-    return [_message(f"message {number}", each) for number, each in enumerate(given, 1)]
+    return [_message(f"message {number}", each, with_images) for number, each in enumerate(given, 1)]
 
 
-def _message(which: str, given: Any) -> dict[str, Any]:
+def images_of(messages: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The digests of the images in messages as `chat_of` gives them, in the order of their places."""
+    return tuple(part["image"] for message in messages for part in _parts(message) if part["type"] == "image")
+
+
+def _parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    content = message.get("content")
+    return content if isinstance(content, list) else ()
+
+
+def _message(which: str, given: Any, with_images: bool) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise ValueError(f"{which} is a {type(given).__name__}")
     found = {key: value for key, value in _without_nulls(given).items() if key != "tool_calls" or value}
@@ -29,7 +41,24 @@ def _message(which: str, given: Any) -> dict[str, Any]:
         raise ValueError(f"{which} has no {'content' if isinstance(found.get('role'), str) else 'role'}")
     if found.keys() & _NO_TEXT:
         raise ValueError(f"{which} has the key {min(found.keys() & _NO_TEXT)!r}, which is no text; leave it out")
-    return found | {key: _text(f"{which}, key {key!r}", found[key]) for key in _TEXT_KEYS if key in found}
+    return found | {key: _said(f"{which}, key {key!r}", found[key], with_images) for key in _TEXT_KEYS if key in found}
+
+
+def _said(where: str, value: Any, with_images: bool) -> str | list[dict[str, str]]:
+    """Text; or images and the texts between them, joined. Raises ValueError."""
+    if not (with_images and isinstance(value, list) and any(map(_is_image, value))):
+        return _text(where, value)
+    found = list[dict[str, str]]()
+    for is_image, parts in groupby(value, _is_image):
+        if is_image:
+            found += [{"type": "image", "image": part["image"]} for part in parts]
+        elif text := _text(where, [*parts]):
+            found.append({"type": "text", "text": text})
+    return found
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image"
 
 
 def _without_nulls(value: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
+from async_rlhf.actors.chat import images_of
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.parsing import loads
 from async_rlhf.buffers.record import Int32Array
@@ -40,6 +41,11 @@ class Row:
 
     prompt: str | list[dict[str, Any]]
     columns: dict[str, Any]
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        """The digests of its images, in the order of their places in the prompt, which are parts of its messages."""
+        return () if isinstance(self.prompt, str) else images_of(self.prompt)
 
 
 class RowSequence(Sequence[Row]):
@@ -81,9 +87,9 @@ class Template:
             text = row.prompt if self.text == "{prompt}" else _fill(self.text, row)
             return [{"role": "user", "content": text}] if self.chat else text
         if self.text != "{prompt}":
-            raise ConfigError(
-                f"data.template {self.text!r} cannot be applied to chat messages; leave it out, or give prompts as text"
-            )
+            what = "a prompt with images, which is a chat; leave it out, and write" if row.images else "chat messages; leave it"
+            way = " its text into the data" if row.images else " out, or give prompts as text"
+            raise ConfigError(f"data.template {self.text!r} cannot be applied to {what}{way}")
         return row.prompt
 
 

@@ -12,10 +12,12 @@ import decimal
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from async_rlhf.actors.data import images
 from async_rlhf.buffers.config import check_installed
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.parsing import json_value
@@ -29,11 +31,15 @@ _LONGEST_CELL = 1 << 30
 _CANARY = re.compile(r"\A(\s*(<!--[^\n]*canary[^\n]*-->|#[^\n]*canary[^\n]*)\n)+", re.IGNORECASE)
 # What JSON has no form for and everyone writes the same way.
 _WRITTEN_AS_TEXT = (datetime.date, datetime.time, decimal.Decimal)
+# Rows of tables that are held at once: each may have images.
+_BATCH = 256
 
 
-def read_file(source: str) -> Iterator[Located]:
-    """The rows of a file, by its suffix, or of a directory. Raises ConfigError for what cannot be read, or a package that is
-    missing."""
+def read_file(source: str, seen: Collection[str] = ()) -> Iterator[Located]:
+    """The rows of a file, by its suffix, or of a directory. seen: as of `plain`.
+
+    Raises ConfigError for what cannot be read, or a package that is missing.
+    """
     path = Path(source)
     if not path.is_dir() and path.suffix.lower() not in _READERS:
         raise ConfigError(
@@ -41,7 +47,12 @@ def read_file(source: str) -> Iterator[Located]:
             "reasoning_gym:<task>, or spool:DIR for prompts that come while the run goes on, also over HTTP (spool listen)"
         )
     try:
-        yield from _directory(path) if path.is_dir() else _READERS[path.suffix.lower()](path)
+        if path.is_dir():
+            yield from plain(_directory(path), seen)
+        elif path.suffix.lower() == ".parquet":
+            yield from plain(_parquet(path), seen)
+        else:
+            yield from _READERS[path.suffix.lower()](path)
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"data.source {source!r} cannot be read: it is not UTF-8 ({error}); write it anew, as with iconv -t utf-8"
@@ -53,16 +64,26 @@ def read_file(source: str) -> Iterator[Located]:
         ) from error
 
 
-def plain(located: Iterable[Located]) -> Iterator[Located]:
+def plain(located: Iterable[Located], seen: Collection[str] = ()) -> Iterator[Located]:
     """The same rows as JSON would bring them back: dates and decimals as text, numbers and lists of numpy as Python's.
 
-    Raises ConfigError for a column whose values have no such form.
+    seen: columns that may hold images, which become data URLs. Raises ConfigError for a column whose values have no such form,
+    and for an image that is refused.
     """
-    for where, given in located:
+    for where, row in located:
+        given = _with_urls(where, row, seen)
         try:
             yield where, json_value(json.dumps(given, default=_written))
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: {_unwritable(given)}; leave it out, or write it as text or numbers") from error
+
+
+def _with_urls(where: str, given: Any, seen: Collection[str]) -> Any:
+    held = [name for name in seen if not isinstance(given.get(name), str | None)] if isinstance(given, dict) else []
+    try:
+        return {**given, **{name: images.as_text(given[name]) for name in held}} if held else given
+    except ValueError as error:
+        raise ConfigError(f"{where}: an image: {error}") from error
 
 
 def _written(value: Any) -> Any:
@@ -134,10 +155,11 @@ def _parquet(path: Path) -> Iterator[Located]:
 
     try:
         _check_names(str(path), pyarrow.parquet.read_schema(path).names)
-        rows = pyarrow.parquet.read_table(path).to_pylist()
+        with pyarrow.parquet.ParquetFile(path) as file:
+            parts = (part.to_pylist() for part in file.iter_batches(_BATCH))
+            yield from ((f"{path}, row {number}", row) for number, row in enumerate(chain.from_iterable(parts), 1))
     except pyarrow.ArrowException as error:
         raise ConfigError(f"data.source {str(path)!r} is no Parquet file that can be read: {error}") from error
-    return plain((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
 
 
 def _directory(path: Path) -> Iterator[Located]:
@@ -169,7 +191,8 @@ def _dataset(path: Path) -> Iterator[Located]:
             choices = ", ".join(f"{path}/{split}" for split in found)
             raise ConfigError(f"data.source {str(path)!r} holds several data sets, or none; choose one: {choices}")
         (found,) = found.values()
-    return plain((f"{path}, row {number}", row) for number, row in enumerate(found.to_list(), 1))
+    parts = (part.to_pylist() for part in found.with_format("arrow").iter(_BATCH))
+    return ((f"{path}, row {number}", row) for number, row in enumerate(chain.from_iterable(parts), 1))
 
 
 _READERS = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".parquet": _parquet}

@@ -9,14 +9,17 @@ import gc
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from async_rlhf.actors.chat import chat_of
 from async_rlhf.actors.data.config import CALLER_ROWS, HELD_OUT_SEED, SPOOL_PREFIX, TASK_PREFIX, DataConfig, MixedSource, Source
 from async_rlhf.actors.data.files import Located, plain, read_file
+from async_rlhf.actors.data.images import COLUMNS, ImageReader, Read, has_images, with_images
 from async_rlhf.actors.data.tasks import task_rows
 from async_rlhf.actors.prompts import Row, RowSequence
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.buffers.images.store import scratch
 from async_rlhf.buffers.record import SOURCE
 
 # Held out by default: of a task so many, of a file at most so many and at most this share.
@@ -28,9 +31,10 @@ _LARGEST_EPOCH = 50_000_000
 def load_rows(config: DataConfig, given: Iterable[Any] | None = None) -> tuple[list[Row], list[Row]]:
     """(training rows, held-out rows): each row once, source after source. Of a spool, whose rows come later, none.
 
-    given: the rows themselves, instead of what `source` names. A file may repeat a held-out prompt before its end: what the
-    model reads decides that, so `run.checks.preflight` leaves such rows out. Raises ConfigError for a source, option or column
-    that does not exist, a row that is not one, or too few rows.
+    given: the rows themselves, instead of what `source` names. Images are put into the `scratch` store. A file may repeat a
+    held-out prompt before its end: what the model reads decides that, so `run.checks.preflight` leaves such rows out.
+
+    Raises ConfigError for a source, option or column that does not exist, a row that is not one, or too few rows.
     """
     if config.spool is not None:
         _check_spool(config)
@@ -129,7 +133,8 @@ def _rows(source: Source, config: DataConfig, given: Iterable[Any] | None) -> tu
     if source.options:
         raise ConfigError(f"data.options are for {TASK_PREFIX}<task>; {source.source} is a file, remove them")
     with _uncollected():
-        rows = [row_of(where, value, source.columns) for where, value in _located(source, given)]
+        read = ImageReader(_folder(source), lambda data: scratch().add(data))
+        rows = [row_of(where, value, source.columns, read) for where, value in _located(source, given)]
     if not rows:
         raise ConfigError(f"data.source {source.source!r} has no rows; it needs one object with a column 'prompt' at least")
     held_out = min(_HELD_OUT, len(rows) // _HELD_OUT_SHARE) if config.held_out is None else config.held_out
@@ -140,6 +145,12 @@ def _rows(source: Source, config: DataConfig, given: Iterable[Any] | None) -> tu
         )
     split = len(rows) - held_out
     return rows[:split], rows[split:]
+
+
+def _folder(source: Source) -> Path:
+    """From which the paths of its images are seen."""
+    path = Path() if source.source == CALLER_ROWS else Path(source.source)
+    return path if path.is_dir() else path.parent
 
 
 @contextmanager
@@ -155,8 +166,9 @@ def _uncollected() -> Iterator[None]:
 
 
 def _located(source: Source, given: Iterable[Any] | None) -> Iterable[Located]:
+    seen = [source.columns.get(name, name) for name in ("prompt", *COLUMNS)]
     if source.source != CALLER_ROWS:
-        return read_file(source.source)
+        return read_file(source.source, seen)
     if given is None:
         raise ConfigError(
             f"data.source = {CALLER_ROWS!r} stands for rows that are given in Python, train(..., data=rows), and none are; "
@@ -171,11 +183,13 @@ def _located(source: Source, given: Iterable[Any] | None) -> Iterable[Located]:
             f"data is a {type(given).__name__}, and rows were expected: dictionaries, or a datasets.Dataset; a file is named "
             "by overrides={'data.source': FILE}, of a table of pandas give table.to_dict('records')"
         )
-    return plain((f"data, row {number}", dict(row) if hasattr(row, "keys") else row) for number, row in enumerate(given, 1))
+    rows = ((f"data, row {number}", dict(row) if hasattr(row, "keys") else row) for number, row in enumerate(given, 1))
+    return plain(rows, seen)
 
 
-def row_of(where: str, given: Any, renames: dict[str, str]) -> Row:
-    """The row given at `where`, which names it in errors. A renamed column replaces one that had our name already.
+def row_of(where: str, given: Any, renames: dict[str, str], read: Read) -> Row:
+    """The row given at `where`, which names it in errors. A renamed column replaces one that had our name already. read: of its
+    images.
 
     Raises ConfigError for what is no row.
     """
@@ -197,8 +211,13 @@ def row_of(where: str, given: Any, renames: dict[str, str]) -> Row:
     prompt = columns.pop("prompt")
     if not (isinstance(prompt, str) or (isinstance(prompt, list) and prompt)):
         raise ConfigError(f"{where}: a prompt is text or a list of messages with role and content, got {prompt!r:.80}")
+    if has_images(prompt, columns):
+        try:
+            prompt = with_images(prompt, columns, read)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from error
     try:
-        return Row(prompt if isinstance(prompt, str) else chat_of(prompt), columns)
+        return Row(prompt if isinstance(prompt, str) else chat_of(prompt, with_images=True), columns)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: a prompt is text or a list of messages with role and content: {error}") from error
 

@@ -96,8 +96,12 @@ def scalar(result: Any) -> Any:
 
 
 def as_text(prompt: Any, between: str = "\n") -> str:
-    """A prompt as text; of a chat, its messages, one a line."""
-    return prompt if isinstance(prompt, str) else between.join(str(message.get("content", "")) for message in prompt)
+    """A prompt as text; of a chat, its messages, one a line, without images."""
+    return prompt if isinstance(prompt, str) else between.join(_said(message.get("content", "")) for message in prompt)
+
+
+def _said(content: Any) -> str:
+    return "".join(part.get("text", "") for part in content) if isinstance(content, list) else str(content)
 
 
 def shown(result: Any) -> str:

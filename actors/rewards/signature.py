@@ -25,6 +25,8 @@ from async_rlhf.buffers.errors import ConfigError, RewardError, did_you_mean
 # The fields of every completion; a parameter is one of these or a column of the data.
 FIELDS = frozenset({"completion", "prompt", "model_prompt", "completion_ids", "prompt_ids", "finish_reason"})
 
+# The images of a prompt, a list for each; and the only one of each, as TRL's column of that name has it.
+IMAGES, IMAGE = "images", "image"
 # TRL's names for lists of ours. A function with one of these parameters is called TRL's way.
 _LISTED = {"prompts": "prompt", "completions": "completion", "stream_ids": "stream_id"}
 # The members' own fields in the group form; everything else belongs to the prompt, which they share.
@@ -77,6 +79,7 @@ class Signature:
         if self.any_column:
             return None
         names = tuple(self._renamed.get(name, name) for name in self.required + self.optional)
+        names += (IMAGES,) if IMAGE in names and IMAGES not in names else ()
         return (*names, "prompt", "completion_messages") if self.form == "list" and "completion" in names else names
 
     def check(self, name: str, columns: AbstractSet[str], options: AbstractSet[str] = frozenset()) -> None:
@@ -94,6 +97,12 @@ class Signature:
                     f"reward {name!r} needs one of the columns {', '.join(choices)}; "
                     f"there is none in {_every_row(columns)}. Rename one with data.columns"
                 )
+
+    @property
+    def image_names(self) -> frozenset[str]:
+        """By which names it takes the images of its prompts: `images` if it takes every column."""
+        named = frozenset({IMAGES, IMAGE}.intersection(self.required + self.optional))
+        return named | {IMAGES} if self.any_column else named
 
     def arguments(self, members: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> dict[str, Any]:
         """The keyword arguments of one call. members: the fields of each completion it is about, one for form "one"."""

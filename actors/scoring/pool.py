@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -21,6 +22,8 @@ from async_rlhf.actors.config import REFERENCE, ScoringConfig
 from async_rlhf.actors.engine import Partial
 from async_rlhf.actors.prompts import PLAIN, Row, Template
 from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec
+from async_rlhf.actors.rewards.signature import IMAGES
+from async_rlhf.actors.scoring.images import is_elsewhere, with_paths
 from async_rlhf.actors.scoring.places import RewardPlaces
 from async_rlhf.actors.scoring.reward_queue import ScoringTask
 from async_rlhf.actors.scoring.reward_worker import Answers
@@ -112,10 +115,12 @@ class ScoringPool(Generic[Key]):
         scorer: str = "",
         by_source: Mapping[str, Collection[str]] | None = None,
         functions: Mapping[str, RewardFunction] | None = None,
+        images: Path | None = None,
     ) -> None:
-        """by_source: as `RewardsConfig.by_source`. scorer, functions: as of `RewardPlaces`."""
+        """by_source: as `RewardsConfig.by_source`. scorer, functions: as of `RewardPlaces`. images: the directory of the store
+        that has those of prompts; by default that of this process."""
         self._specs = tuple(specs)
-        self._wake, self._by_source = wake, by_source or {}
+        self._wake, self._by_source, self._images = wake, by_source or {}, images
         self._answers: queue.SimpleQueue[Callable[[], list[Scored[Key]]]] = queue.SimpleQueue()
         self._task_ids = itertools.count()
         self._tasks: dict[int, tuple[str, list[_PendingScores[Key]]]] = {}
@@ -153,7 +158,7 @@ class ScoringPool(Generic[Key]):
             self._streams[key] = next(self._stream_ids)
             self._ahead_s[self._streams[key]] = {}
         stream = self._streams[key]
-        known = {**fields, STREAM: stream}
+        known = {**with_paths(fields, self._images), STREAM: stream}
         for spec in self._incremental:
             if self._applies(spec, fields):
                 self._places.of(spec.name).show(spec.name, stream, usable(spec, known))
@@ -161,14 +166,14 @@ class ScoringPool(Generic[Key]):
     def submit(self, key: Key, fields: Mapping[str, Any], place: GroupMember | None = None) -> None:
         """Score one completion; a group's reward is called with the last member of the group.
 
-        fields: `completion` and `prompt` (text), `completion_ids` and `prompt_ids` (lists of int), `finish_reason`, and
-        every column of the prompt's row; plain data; `sampling_mask` and `row_pieces` for a stage `reference`. place: without
-        it the completion is a group of its own.
+        fields: `completion` and `prompt` (text), `completion_ids` and `prompt_ids` (lists of int), `finish_reason`, `images`
+        (digests), and every column of the prompt's row; plain data; `sampling_mask` and `row_pieces` for a stage `reference`.
+        place: without it the completion is a group of its own.
         Raises RewardError for a key that is being scored already.
         """
         if key in self._pending:
             raise RewardError(f"{key} is being scored already; poll or discard it first")
-        place = place or GroupMember(key, 0, 1)
+        place, fields = place or GroupMember(key, 0, 1), with_paths(fields, self._images)
         stream = self._streams.pop(key, None)
         applicable = [spec for spec in self._specs if self._applies(spec, fields)]
         pending = self._pending[key] = _PendingScores(key, fields, len(applicable), stream)
@@ -296,13 +301,15 @@ class ScoringPool(Generic[Key]):
 def fields_of(
     row: Row, prompt_ids: Sequence[int], completion: Rollout | Partial, text: str, template: Template = PLAIN
 ) -> dict[str, Any]:
-    """The inputs of rewards, in training and in evaluation, as plain data: the row's columns, and over them `rewards.FIELDS`.
+    """The inputs of rewards, in training and in evaluation, as plain data: the row's columns, and over them `rewards.FIELDS`
+    and the digests of its images.
 
     An unfinished completion has no `finish_reason`. template: with which the row became what the model read.
     """
     token_ids = completion.token_ids if isinstance(completion, Partial) else completion.completion_ids
     known = {
         **row.columns,
+        **({IMAGES: [*row.images]} if row.images else {}),
         "prompt": row.prompt,
         "model_prompt": template.said(row),
         "completion": text,
@@ -321,9 +328,10 @@ def fields_of(
 
 
 def usable(spec: RewardSpec, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields a reward can use: only those travel to it."""
+    """The fields a reward can use: only those travel to it, and no images to another machine."""
     if spec.fields is None:
-        return {name: value for name, value in fields.items() if name not in OURS}
+        unseen = OURS | ({IMAGES} if is_elsewhere(spec) else frozenset())
+        return {name: value for name, value in fields.items() if name not in unseen}
     return {name: fields[name] for name in spec.fields if name in fields}
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec, Signature, Stream, load, settings_of
+from async_rlhf.actors.scoring.images import with_images
 from async_rlhf.actors.workers.process import OUT_OF_MEMORY, end_worker
 from async_rlhf.actors.workers.sessions import Closed, StepResult
 from async_rlhf.actors.workers.watchdog import LoopWatchdog, Watched
@@ -87,7 +88,7 @@ class Ready(NamedTuple):
     stream: Stream | None = None
 
     def arguments(self, call: RewardCall) -> dict[str, Any]:
-        return self.signature.arguments(call.members, self.options)
+        return self.signature.arguments(with_images(self.signature, call.members), self.options)
 
     def prefetch(self, call: RewardCall) -> Answers:
         assert self.stream is not None, "a reward without incremental scoring"

@@ -23,6 +23,7 @@ import numpy as np
 from async_rlhf.actors.config import RewardsConfig, ScoringConfig
 from async_rlhf.actors.environments.rendering import as_messages
 from async_rlhf.actors.prompts import Row
+from async_rlhf.actors.rewards.signature import IMAGES
 from async_rlhf.actors.scoring.pool import GroupMember, Scored, ScoringInterval, ScoringPool
 from async_rlhf.buffers.errors import ConfigError, DeadlineError, RewardError
 from async_rlhf.buffers.parsing import json_value
@@ -179,7 +180,8 @@ def _made_up(row: Row, is_episode: bool) -> dict[str, Any]:
     if is_episode:
         messages = [*as_messages(row.prompt), *turn]
         fields |= {"messages": messages, "completion_messages": turn, "turns": [_MADE_UP], "sampled": [True] * len(ids)}
-    return {**row.columns, "prompt": row.prompt, **fields}
+    images = {IMAGES: [*row.images]} if row.images else {}
+    return {**row.columns, **images, "prompt": row.prompt, **fields}
 
 
 def lines(trial: TrialReport) -> list[str]:

@@ -24,7 +24,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from async_rlhf.buffers.errors import WireError
 from async_rlhf.buffers.files import content_digest, lock_directory
-from async_rlhf.launch.orders import HUB_CACHE
+from async_rlhf.launch.orders import HUB_CACHE, MAX_FILES
 from async_rlhf.launch.sockets import remove_left, socket_directory
 
 _PREFIX, _SOCKETS = "agent-", ".sockets"
@@ -36,7 +36,7 @@ def known_digest(path: Path) -> str:
     return _known(path, found.st_size, found.st_mtime_ns)
 
 
-@lru_cache(4096)
+@lru_cache(MAX_FILES)
 def _known(path: Path, size: int, changed: int) -> str:
     return content_digest(path)
 

@@ -16,12 +16,13 @@ from pydantic import AfterValidator, Field
 from async_rlhf.buffers.protocol import message
 from async_rlhf.buffers.protocol.message import Codec, Count, Name
 
-MAX_FRAME_BYTES = 4 << 20
+MAX_FRAME_BYTES = 32 << 20
 PIECE_BYTES = 1 << 20
 """The largest piece of a file in one message."""
 HUB_CACHE = "{hub}"
 """Stands in a path for the agent's cache of the Hugging Face Hub."""
-_MAX_FILES = 4096
+MAX_FILES = 1 << 16
+"""Of a node: each image of a prompt is one."""
 _MAX_INLINE_BYTES = 2 << 20
 
 
@@ -56,7 +57,7 @@ class OpenAgent(message.Message):
 class Want(message.Message):
     """Asks which of these contents the host lacks."""
 
-    places: dict[FileDigest, Text] = Field(max_length=_MAX_FILES)
+    places: dict[FileDigest, Text] = Field(max_length=MAX_FILES)
     """By digest a path at which the host may have the file; it may begin with `HUB_CACHE`."""
 
 
@@ -80,7 +81,7 @@ class Start(message.Message):
     devices: Numbers | None = None
     cpus: Numbers | None = None
     threads: int | None = Field(default=None, ge=1)
-    files: dict[RelativeName, FileDigest] = Field(max_length=_MAX_FILES)
+    files: dict[RelativeName, FileDigest] = Field(max_length=MAX_FILES)
     """Contents that the agent has."""
     inline: dict[RelativeName, Annotated[bytes, Field(max_length=_MAX_INLINE_BYTES)]] = Field(max_length=64)
     """Small contents, which the agent keeps with mode 0600."""
@@ -108,7 +109,7 @@ class Opened(message.Message):
 
 
 class MissingContents(message.Message):
-    digests: list[FileDigest] = Field(max_length=_MAX_FILES)
+    digests: list[FileDigest] = Field(max_length=MAX_FILES)
 
 
 class Started(message.Message):

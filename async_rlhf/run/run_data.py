@@ -1,6 +1,7 @@
 """The rows of a run: written once into its directory, so that every process and every resumed run reads the same.
 
 data/training.jsonl, data/held_out.jsonl   a row a line, as `load_rows` gave them, without those that were dropped
+data/images/                               the images that rows name by digest (`buffers/images/store`)
 data/summary.json                          written last; how many rows there are, and how many were dropped
 data/spool/                                where rows come while the run goes on: stream.jsonl has them in their order,
                                            rejected/ what is of no use to the run (`buffers/spool`)
@@ -15,9 +16,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ from async_rlhf.actors.data.rows import epoch_of, load_rows
 from async_rlhf.actors.prompts import Row, prompt_number
 from async_rlhf.buffers.curriculum import Order
 from async_rlhf.buffers.files import write_whole
+from async_rlhf.buffers.images.store import ImageStore, scratch
 from async_rlhf.buffers.spool.stream import PromptStream
 from async_rlhf.run.run_files import read_object
 
@@ -64,6 +68,11 @@ class RunData:
         counts = self._summary
         training, held_out = (KeptRows(self._directory / name, counts.get(name.removesuffix(".jsonl"))) for name in _FILES)
         return training, held_out
+
+    @property
+    def images(self) -> ImageStore:
+        """The images of its rows: where rows are not kept, those that this process has loaded."""
+        return ImageStore(self._directory / "images") if self.is_kept else scratch()
 
     def is_from(self, given: Rows) -> bool:
         """Whether they are these, without those that were left out. Raises as `rows`."""
@@ -110,8 +119,9 @@ class RunData:
         return found.hexdigest()
 
     def keep(self, rows: Rows, dropped: int) -> None:
-        """Write them. dropped: how many are left out. Raises OSError."""
+        """Write them, and their images, which this process has loaded. dropped: how many are left out. Raises OSError."""
         self._directory.mkdir(exist_ok=True)
+        keep_images(chain(*rows), ImageStore(self._directory / "images"))
         for name, each in zip(_FILES, rows, strict=True):
             write_whole(self._directory / name, *written(each))
         counts = {"training": len(rows[0]), "held_out": len(rows[1]), "dropped": dropped}
@@ -124,3 +134,10 @@ class RunData:
     @property
     def _summary(self) -> dict[str, Any]:
         return read_object(self._directory / _SUMMARY)
+
+
+def keep_images(rows: Iterable[Row], images: ImageStore) -> None:
+    """Keep the images of rows that this process has loaded. Raises OSError."""
+    if digests := {digest for row in rows for digest in row.images}:
+        images.take(digests, scratch())
+        os.sync()  # one by one they would take milliseconds each

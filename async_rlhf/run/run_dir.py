@@ -3,7 +3,7 @@
 config.toml      the resolved configuration            manifest.json   format, versions, seed, sources, commit, origin
 run.json         where a live run's sockets are        ledger.json     the hub's status, twice a second; then `ended`
 placement.json   the host, devices and CPUs of each process
-data/            the rows of the run (`run_data`)
+data/            the rows of the run, and their images (`run_data`)
 metrics.jsonl    one object a step (learner)           rollouts.jsonl  a sample of groups (learner)
 evaluations.jsonl  (evaluations, one at a time)        logs/<role>.log
 changes.jsonl    what was changed while it went on, and from which step on (`learner.loop.changes`)
@@ -34,6 +34,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from async_rlhf.buffers.config import REVEALED
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError
 from async_rlhf.buffers.files import RUN, write_whole
+from async_rlhf.buffers.images.store import ImageStore
 from async_rlhf.buffers.parsing import toml_table
 from async_rlhf.buffers.spool.claims import has_claimed
 from async_rlhf.launch.local import LocalLauncher
@@ -105,6 +106,7 @@ class RunDir:
         self.ledger = path / "ledger.json"
         self.evaluations = path / "evaluations.jsonl"
         self.events = path / "events.jsonl"
+        self.images = ImageStore(path / "data" / "images")
         self.restarts = path / "restarts.json"
         self.lock_file = path / "lock"
         self.config_file, self._manifest = path / "config.toml", path / "manifest.json"

@@ -14,6 +14,7 @@ from async_rlhf.actors.environments import EnvironmentSpec
 from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.reference import is_address
 from async_rlhf.actors.rewards import RewardSpec, resolve
+from async_rlhf.actors.rewards.signature import IMAGE, IMAGES
 from async_rlhf.actors.scoring.model_stages import check_incremental
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.record import SOURCE
@@ -80,9 +81,14 @@ def played_by(config: Config, source: str | None) -> str | None:
 
 
 def common_columns(rows: Iterable[Row]) -> set[str]:
-    """The columns that every row has."""
-    kinds = {frozenset(row.columns) for row in rows}
-    return set(frozenset.intersection(*kinds)) if kinds else set()
+    """The columns that every row has; where some have images `images`, where none has several `image`: of others these are
+    empty."""
+    kinds, most = set[frozenset[str]](), 0
+    for row in rows:
+        kinds.add(frozenset(row.columns))
+        most = max(most, len(row.images))
+    of_images = {IMAGES} | ({IMAGE} if most == 1 else set()) if most else set()
+    return (set(frozenset.intersection(*kinds)) if kinds else set()) | of_images
 
 
 def check_columns(

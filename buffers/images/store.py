@@ -1,40 +1,123 @@
-"""The images of a run, by the digest of their bytes."""
+"""The images of prompts in a directory, by digest: rows, messages and records carry digests, and who needs pixels opens them.
+
+    DIRECTORY/<digest>   the file as it was given, once for equal images
+
+The digest is of what is seen (`decoding`), so it is checked by whoever opens one, and a host that reads the same data has the
+same digests. Any number of processes add and open; a process holds a few of the images.
+"""
 
 from __future__ import annotations
 
-import io
+import atexit
+import functools
+import os
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import xxhash
+from PIL import Image
 
 from async_rlhf.buffers.errors import DamagedError
-from async_rlhf.buffers.files import write_whole
+from async_rlhf.buffers.images.decoding import MAX_BYTES, decoded, digest_of, size_of
+
+_DIGEST = re.compile("[0-9a-f]{32}")
+_RECENT = 4
 
 
 class ImageStore:
-    """Files of a directory, each named by the digest of its bytes."""
+    """The images of this directory, which is made with the first."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
 
     def add(self, data: bytes) -> str:
-        """The digest, 32 hexadecimal digits."""
-        digest = xxhash.xxh3_128_hexdigest(data)
-        self._directory.mkdir(parents=True, exist_ok=True)
-        write_whole(self._directory / digest, data)
+        """Keep an image file; returns the digest. Raises ValueError as `decoded` does, OSError."""
+        digest = digest_of(decoded(data))
+        if not (path := self.path(digest)).is_file():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            temporary = _temporary(path)
+            try:
+                temporary.write_bytes(data)
+                temporary.replace(path)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
         return digest
 
-    def open(self, digest: str) -> Any:
-        """The image, RGB and loaded. Raises DamagedError where it is not there."""
-        from PIL import Image
+    def take(self, digests: Iterable[str], source: ImageStore) -> None:
+        """Keep those of another store. Raises OSError."""
+        for digest in digests:
+            path, there = self.path(digest), source.path(digest)
+            if path.is_file():
+                continue
+            self.directory.mkdir(parents=True, exist_ok=True)
+            temporary = _temporary(path)
+            try:
+                os.link(there, temporary)
+            except OSError:  # another disk, or one without links
+                shutil.copyfile(there, temporary)
+            temporary.replace(path)
 
-        try:
-            return Image.open(io.BytesIO((self._directory / digest).read_bytes())).convert("RGB")
-        except OSError as error:
-            raise DamagedError(f"image {digest} of {str(self._directory)!r} cannot be read: {error}") from error
+    def __iter__(self) -> Iterator[str]:
+        """The digests of all."""
+        with suppress(FileNotFoundError), os.scandir(self.directory) as files:
+            yield from (file.name for file in files if _DIGEST.fullmatch(file.name))
+
+    def path(self, digest: str) -> Path:
+        """Where it lies. Raises DamagedError for what is no digest."""
+        if not _DIGEST.fullmatch(digest):
+            raise DamagedError(f"{digest[:80]!r} is no digest of an image: 32 hexadecimal digits were expected")
+        return self.directory / digest
+
+    def open(self, digest: str) -> Image.Image:
+        """The image, mode RGB, the caller's own. Raises DamagedError when it is missing, or another."""
+        return _recent(self.path(digest)).copy()
 
     def size(self, digest: str) -> tuple[int, int]:
-        """Width and height in pixels."""
-        width, height = self.open(digest).size
-        return width, height
+        """(width, height), by the header alone. Raises DamagedError when it is missing, or none."""
+        path = self.path(digest)
+        try:
+            with path.open("rb") as file:
+                return size_of(file)
+        except (OSError, ValueError) as error:
+            raise _damaged(path, error) from error
+
+
+@functools.cache
+def scratch() -> ImageStore:
+    """The store of this process for images of rows that no run keeps yet; it is gone with the process."""
+    directory = tempfile.mkdtemp(prefix="async-rlhf-images-")
+    atexit.register(_remove, directory, os.getpid())
+    return ImageStore(Path(directory))
+
+
+def _remove(directory: str, owner: int) -> None:
+    if os.getpid() == owner:  # and not a process that was forked from it
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@functools.lru_cache(_RECENT)
+def _recent(path: Path) -> Image.Image:
+    try:
+        with path.open("rb") as file:
+            image = decoded(file.read(MAX_BYTES + 1))
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error) from error
+    if (found := digest_of(image)) != path.name:
+        raise _damaged(path, f"its pixels have the digest {found}: it was changed, or this Pillow decodes it in another way")
+    return image
+
+
+def _temporary(path: Path) -> Path:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
+    with suppress(FileNotFoundError):
+        temporary.unlink()
+    return temporary
+
+
+def _damaged(path: Path, what: object) -> DamagedError:
+    return DamagedError(f"image {path} is missing or damaged: {what}. Restore it from a copy of the run's data")

@@ -162,6 +162,7 @@ def group_record(group: Group, step: int, fields: Sequence[Mapping[str, Any]]) -
         "actor": group.actor,
         "prompt": group.prompt,
         "columns": dict(group.columns),
+        **({"images": [*group.images]} if group.images else {}),
         "rollouts": [
             {
                 "text": rollout.text,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from async_rlhf.actors.config import ScoringConfig
@@ -23,10 +24,11 @@ class Bench:
         specs: Sequence[RewardSpec],
         by_source: Mapping[str, Collection[str]] | None = None,
         scorer: str = "",
+        images: Path | None = None,
         **settings: Any,
     ) -> None:
         self._answered = threading.Event()
-        self.pool = ScoringPool[Any](specs, ScoringConfig(**settings), self._answered.set, scorer, by_source)
+        self.pool = ScoringPool[Any](specs, ScoringConfig(**settings), self._answered.set, scorer, by_source, images=images)
 
     def __enter__(self) -> Bench:
         return self

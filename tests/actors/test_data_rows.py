@@ -199,8 +199,8 @@ def test_what_stands_for_text_is_text(tmp_path: Path, message: dict[str, Any], k
     ("message", "reason"),
     [
         (
-            {"content": [{"type": "text", "text": "a"}, {"type": "image"}]},
-            "'content': part 2 is 'image', and text was expected",
+            {"content": [{"type": "text", "text": "a"}, {"type": "video"}]},
+            "'content': part 2 is 'video', and text was expected",
         ),
         ({"content": 3}, "key 'content' is 'int', and text was expected"),
         ({"content": None}, "has no content"),

@@ -22,6 +22,7 @@ def check_prompts(subject: Subject) -> None:
             evaluated = Subject(config.model_copy(update={"data": data}), environments=subject.environments)
             rows.check_all_columns(evaluated)
             rows.check_sources_judged(evaluated)
+            list(rows.check_images(evaluated))
             if evaluated.has_model_directory:  # the rules of the model itself were checked with the run's prompts
                 prompts.check_lengths(evaluated)
                 list(prompts.check_kept(evaluated))

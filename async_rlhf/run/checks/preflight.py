@@ -35,6 +35,7 @@ _RULES = (
     Stage("this machine", of_config(check_spool)),
     Stage("settings", rows.load),  # alone: the rules below would load rows that cannot be had once each
     Stage("settings", rows.check_sources_judged, rows.check_all_columns, rows.check_named_sources, rows.check_taught),
+    Stage("settings", rows.check_images),
     Stage("settings", rows.check_names, of_config(learner_checks.remarks)),
     *prompts.RULES,
     Stage(

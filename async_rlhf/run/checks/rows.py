@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+from async_rlhf.actors.config import REFERENCE
 from async_rlhf.actors.prompts import Row
+from async_rlhf.actors.scoring.images import is_elsewhere
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.record import SOURCE, source_of
 from async_rlhf.run.checks.subject import Subject
-from async_rlhf.run.scoring import check_columns, check_judged, common_columns, stage_specs
+from async_rlhf.run.scoring import check_columns, check_judged, common_columns, played_by, stage_specs
 
 
 def load_environments(subject: Subject) -> None:
@@ -59,6 +61,34 @@ def check_all_columns(subject: Subject) -> None:
                 if source_of(row.columns) == source and lacking[0] not in row.columns
             )
             raise ConfigError(f"prompt {number} has no column {lacking[0]!r}, and others have: {error}") from error
+
+
+def check_images(subject: Subject) -> Iterator[str]:
+    """Whether what plays and judges rows with images can. Remarks on rewards that do not get them. Raises ConfigError."""
+    config, numbers = subject.config, dict[str | None, int]()
+    for number, row in enumerate(subject.all_rows):
+        if row.images:
+            numbers.setdefault(source_of(row.columns), number)
+    elsewhere = list[str]()
+    for source, number in numbers.items():
+        where = f"prompt {number} has images"
+        if (played := played_by(config, source)) is not None:
+            name = subject.environments[played].name
+            raise ConfigError(
+                f"{where}, and environment {name!r} plays it: episodes are of text. Leave the environment out, or the images"
+            )
+        chosen = config.rewards.by_source.get(source or "")
+        for spec in stage_specs(config):
+            if spec.name == REFERENCE or spec.target == "reward_model":
+                if chosen is None or spec.name in chosen or spec.name == REFERENCE:
+                    raise ConfigError(
+                        f"{where}, and the model of stage {spec.name!r} reads text only; "
+                        + ('set scoring.stages.reference.placement = "learner"' if spec.name == REFERENCE else "leave it out")
+                    )
+            elif is_elsewhere(spec):
+                elsewhere.append(spec.name)
+    for name in dict.fromkeys(elsewhere):
+        yield f"reward {name} is served on another machine: it gets no images."
 
 
 def check_named_sources(subject: Subject) -> None:

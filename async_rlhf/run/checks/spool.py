@@ -87,7 +87,7 @@ class RowCheck:
     def _look(self, line: bytes) -> tuple[str, str, bool] | RejectedLine:
         """The row, what the model reads, and whether the chat template has written that."""
         try:
-            row = row_of("the line", json_value(line, parse_constant=_refuse), self._config.data.columns)
+            row = row_of("the line", json_value(line, parse_constant=_refuse), self._config.data.columns, _no_image)
             text = self._tokenizer.text(row, self._template)
             text.encode()
             # As a finished group carries them back, whatever their values are.
@@ -113,6 +113,10 @@ class RowCheck:
         except ConfigError as error:
             return str(error)
         return ""
+
+
+def _no_image(given: object) -> str:
+    raise ValueError("images cannot come through a spool: other hosts would not have them; name a file as data.source")
 
 
 def _refuse(constant: str) -> None:

@@ -92,7 +92,7 @@ class Subject:
     def _read(self, row: Row, text: str) -> str:
         source = played_by(self.config, source_of(row.columns))
         if source is None:
-            return self.tokenizer.normal(text)
+            return "\0".join((self.tokenizer.normal(text), *row.images))
         # An environment's own columns are a part of what it asks.
         return source + json.dumps(self.environments[source].usable({**row.columns, "prompt": row.prompt}), sort_keys=True)
 

@@ -1,10 +1,10 @@
 """The files of a process on another host: the configuration with the paths there, and those that its role needs.
 
     each            the files of loss and estimator, which declare what a configuration is checked for
-    actor           its keys where it reaches the hub itself, the rows, the files and keys of rewards, the model, teachers
+    actor           its keys where it reaches the hub itself, rows, images, the files and keys of rewards, the model, teachers
     scorer          the files and keys of rewards, the model, teachers
     relay           its keys
-    learner rank    the model, a teacher, DeepSpeed's settings; a checkpoint comes from rank 0
+    learner rank    the model, a teacher, the images of rows, DeepSpeed's settings; a checkpoint comes from rank 0
 
 Pure but for reading the names of files: `launch.connection` sends what the host does not have.
 """
@@ -18,6 +18,7 @@ from typing import Any
 from async_rlhf.actors.config import RewardsConfig, ScoringConfig
 from async_rlhf.actors.environments import EnvironmentConfig
 from async_rlhf.launch.connection import NodeFiles
+from async_rlhf.launch.orders import MAX_FILES
 from async_rlhf.launch.program import Node
 from async_rlhf.run.config import Config
 from async_rlhf.run.loading import dump
@@ -35,7 +36,7 @@ def large_files(config: Config) -> Iterator[Path]:
 
 
 def pack(config: Config, node: Node, directory: str) -> NodeFiles:
-    """See `connection.Pack`. Raises OSError for a file that cannot be read."""
+    """See `connection.Pack`. Raises OSError for a file that cannot be read, ValueError for too many."""
     run, contents = RunDir(config.run_dir), _Contents(config, directory)
     reaches_hub = node.role in ("actor", "relay") and node.arguments[0] == config.address
     changed: dict[str, Any] = {"security": config.security.model_copy(update={"keys": None})}
@@ -57,6 +58,12 @@ def pack(config: Config, node: Node, directory: str) -> NodeFiles:
             changed["learner"] = config.learner.model_copy(update=settings)
     if node.role in ("actor", "scorer"):
         changed["rewards"], changed["scoring"] = contents.rewards(), contents.scoring()
+    if node.role in ("actor", "learner_rank"):
+        contents.files |= {f"data/images/{digest}": run.images.path(digest) for digest in run.images}
+        if (count := len(contents.files)) > MAX_FILES:
+            raise ValueError(
+                f"a process on another host gets {count} files, images of prompts among them; highest: {MAX_FILES}"
+            )
     if node.role == "actor":
         changed["environment"] = contents.environment()
         contents.files |= {f"data/{file.name}": file for file in sorted((run.path / "data").iterdir()) if file.is_file()}

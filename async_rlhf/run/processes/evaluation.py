@@ -26,7 +26,7 @@ from async_rlhf.buffers.sampling import GREEDY
 from async_rlhf.run.checks.model import longest_prompt
 from async_rlhf.run.checks.preflight import Prepared
 from async_rlhf.run.config import Config
-from async_rlhf.run.run_data import RunData
+from async_rlhf.run.run_data import RunData, keep_images
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.scoring import environment_specs, group_rewards, reward_specs, score_names, solved_by
 
@@ -59,7 +59,10 @@ def run_evaluation(
     rows, template = evaluated_rows(run, config)
     tokenizer = from_pretrained(AutoTokenizer, Path(model))
     asked = config.evaluation
-    scoring = ScoringPool[RolloutKey](reward_specs(config), config.scoring, by_source=config.rewards.by_source)
+    images = RunData(run.path, config.data).images
+    scoring = ScoringPool[RolloutKey](
+        reward_specs(config), config.scoring, by_source=config.rewards.by_source, images=images.directory
+    )
     engine = load_engine(model, config.served_engine.plain, version=int(step))
     try:
         with environments_of(config, tokenizer) as environments:
@@ -108,11 +111,13 @@ def environments_of(
 
 
 def evaluated_rows(run: RunDir, config: Config) -> tuple[list[Row], Template]:
-    """The prompts of an evaluation, and their template. Raises ConfigError, DamagedError."""
+    """The prompts of an evaluation, whose images the run then has, and their template. Raises ConfigError, DamagedError."""
     own = config.evaluation.data(config.data)
     if own is None:
         return list(RunData(run.path, config.data).rows[1]), config.data.row_template
-    return load_rows(own)[0], own.row_template
+    rows = load_rows(own)[0]
+    keep_images(rows, RunData(run.path, config.data).images)
+    return rows, own.row_template
 
 
 def record_evaluation(run: RunDir, record: dict[str, Any]) -> None:

@@ -161,7 +161,9 @@ def run_actor(
         if progress is not None:
             progress()
 
-    scoring = ScoringPool[RolloutKey](stage_specs(config), config.scoring, scored, scorer, config.rewards.by_source)
+    scoring = ScoringPool[RolloutKey](
+        stage_specs(config), config.scoring, scored, scorer, config.rewards.by_source, images=data.images.directory
+    )
     spans = SpanFile(run.spans(name), config.max_log_bytes)
     refill = config.rewards.composition if config.advantage.constant_groups == "refill" else None
     try:
