@@ -137,8 +137,8 @@ class EngineConfig(KindSection):
 
     @property
     def images_obstacle(self) -> str:
-        """The setting with which it reads no images, and what it would have to be; empty where it reads some. Its `start` then
-        takes what prepares them, by the name `images`."""
+        """The setting with which it reads no images, and what it would have to be; empty where it reads some: `start` and
+        `compared` then take what prepares them, by the name `images`."""
         return f"engine.kind = {self.kind!r}; only 'torch' reads images"
 
     def unrecorded(self, sampling: Sampling) -> str:

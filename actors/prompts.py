@@ -26,6 +26,8 @@ from async_rlhf.buffers.record import Int32Array
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from async_rlhf.buffers.images.processor import ImageProcessor
+
 NO_CHAT_TEMPLATE = "a prompt is given as chat messages, but the tokenizer has no chat template; give text, without data.chat"
 
 T = TypeVar("T")
@@ -158,20 +160,27 @@ def _hashed(*numbers: int) -> int:
 
 
 def encode(
-    row: Row, tokenizer: PreTrainedTokenizerBase, template: Template, max_length: int | None = None
+    row: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    template: Template,
+    max_length: int | None = None,
+    images: ImageProcessor | None = None,
 ) -> tuple[str, list[int]]:
-    """(text, token ids) given to the model.
+    """(text, token ids) given to the model. images: prepares those of rows, where rows have some.
 
     Raises ConfigError as `Template.said`, and for a prompt that is empty or longer than `max_length` tokens, which the check
     before a run has ruled out.
     """
 
     text = said = template.said(row)
-    if not isinstance(said, str):
-        if not tokenizer.chat_template:
-            raise ConfigError(NO_CHAT_TEMPLATE)
-        text = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False, **template.variables)
-    ids = token_ids(text := str(text), tokenizer, is_rendered=not isinstance(said, str))
+    if images is not None and not isinstance(said, str):
+        text, ids = images.encode(said, template.variables)
+    else:
+        if not isinstance(said, str):
+            if not tokenizer.chat_template:
+                raise ConfigError(NO_CHAT_TEMPLATE)
+            text = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False, **template.variables)
+        ids = token_ids(text := str(text), tokenizer, is_rendered=not isinstance(said, str))
     if not ids or (max_length is not None and len(ids) > max_length):
         raise ConfigError(f"a prompt has {len(ids)} tokens, 1 to {max_length} are possible; it begins {text[:60]!r}")
     return text, ids

@@ -55,13 +55,17 @@ def reads_images(directory: Path) -> bool:
     return described.get("model_type") in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 
+def prepares_images(directory: Path) -> bool:
+    """Whether it is such a model, and says how its images are prepared."""
+    return reads_images(directory) and any((directory / name).is_file() for name in PROCESSOR_FILES)
+
+
 def language_model(directory: Path) -> Any:
     """The transformers class that loads the model: with what reads images where it has that and a processor, or comes in no
     other way."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    has_processor = any((directory / name).is_file() for name in PROCESSOR_FILES)
-    is_whole = reads_images(directory) and (has_processor or not _is_text_alone(directory))
+    is_whole = prepares_images(directory) or (reads_images(directory) and not _is_text_alone(directory))
     return AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
 
 

@@ -21,6 +21,8 @@ from async_rlhf.buffers.sampling import Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from async_rlhf.buffers.images.processor import ImageProcessor
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -108,6 +110,8 @@ class RunContext:
     """Where constant groups are to be replaced by others: how rewards are made of scores."""
     environments: Environments = NO_ENVIRONMENTS
     """The environments, where episodes have one."""
+    images: ImageProcessor | None = None
+    """What prepares images, where rows have some."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text that environments and rewards are given."""
@@ -128,7 +132,7 @@ class RunContext:
         """
         row = row or self.rows[prompt_number(self.seed, number if place is None else place, len(self.rows))]
         generation = self.generation
-        text, ids = encode(row, self.tokenizer, self.template, generation.max_prompt_length)
+        text, ids = encode(row, self.tokenizer, self.template, generation.max_prompt_length, self.images)
         prompt_ids = tuple(ids)
         requests = [
             Request(
@@ -139,6 +143,7 @@ class RunContext:
                 rollout_seed(self.seed, number, member),
                 generation.stop,
                 self.partial_every,
+                images=row.images,
             )
             for member, sampling in enumerate(samplings or [generation.sampling] * generation.group_size)
         ]

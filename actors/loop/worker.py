@@ -294,6 +294,7 @@ class Worker:
             actor=self._name,
             prompt=members[0].prompt or (self._context.decode(prompt_ids.tolist()) if is_agent else group.prompt),
             columns=group.row.columns,
+            images=group.row.images,
         )
 
     def _environment_stage(self, environment: Environment | None, finished: FinishedRollout) -> dict[str, StageTime]:

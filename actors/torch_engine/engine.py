@@ -35,7 +35,7 @@ from async_rlhf.actors.torch_engine.rows import Decode, Rows, Stopping
 from async_rlhf.actors.torch_engine.sampling import sample
 from async_rlhf.actors.torch_engine.scheduler import NO_ROWS, PassPlan, Scheduler, Size
 from async_rlhf.buffers.errors import EngineError
-from async_rlhf.buffers.images.tower import ImageReader, tower_parameters
+from async_rlhf.buffers.images.tower import ImageTower, tower_parameters
 from async_rlhf.buffers.record import Float32Array
 from async_rlhf.buffers.tensors import RawTensor
 
@@ -69,7 +69,7 @@ class TorchEngine:
         batch_invariant: bool = False,
         kv_policy: KVPolicy | None = None,
         record_routing: bool = False,
-        reader: ImageReader | None = None,
+        tower: ImageTower | None = None,
     ) -> None:
         """`stop_ids` end a completion; `decode` (tokens to text) is needed for stop strings.
 
@@ -79,10 +79,10 @@ class TorchEngine:
         base: the weights that adapters are added to, where they come alone. batch_invariant: a completion's bits do not
         depend on its batch (on a CPU with one thread, of a model that `llama_invariant.can_be_invariant`). kv_policy: which
         keys and values stay, None for all (not together with `recorder` or `batch_invariant`). record_routing: completions
-        carry the experts of each position (not together with `kv_policy`). reader: of the images of prompts (not together with
+        carry the experts of each position (not together with `kv_policy`). tower: of the images of prompts (not together with
         `kv_policy` or `recorder`). Raises ConfigError where experts cannot be recorded.
         """
-        self._model, self._base, self.reader = model.eval(), base, reader
+        self._model, self._base, self.tower = model.eval(), base, tower
         self.version, self._on_update = version, on_update
         self._max_length, self._device = max_length, model.device
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
@@ -111,8 +111,8 @@ class TorchEngine:
         self.num_sampled = self.num_suspended = 0
 
     def _plain_forward(self, batch_invariant: bool) -> Forward:
-        if self.reader is not None:
-            return ImageForward(self._model, self._cache, self.reader, self._rows.shifts)
+        if self.tower is not None:
+            return ImageForward(self._model, self._cache, self.tower, self._rows.shifts)
         if can_serve(self._model):
             return (InvariantLlamaForward if batch_invariant else LlamaForward)(self._model, self._cache)
         return Forward(self._model, self._cache)
@@ -141,7 +141,7 @@ class TorchEngine:
         self._scheduler.submit(requests)
 
     def _check(self, request: Request) -> None:
-        if request.images and self.reader is None:
+        if request.images and self.tower is None:
             raise EngineError(
                 f"{request.key} has {len(request.images)} images, and this engine was started without their store"
             )
@@ -180,8 +180,8 @@ class TorchEngine:
         if self._on_update != "keep" or version < self.version:
             # Going back, "the oldest weights" would not describe what is mixed in a held cache.
             self._scheduler.release_caches()
-        if self.reader is not None and not are_served(tower_parameters(self._model), tensors):
-            self.reader.forget()
+        if self.tower is not None and not are_served(tower_parameters(self._model), tensors):
+            self.tower.forget()
         adopt_weights(self._model, tensors, self._base)
         self._forward.refresh()
         self.version, self._coming = version, None
@@ -285,7 +285,7 @@ class TorchEngine:
             )
 
     def _shift(self, request: Request) -> int:
-        return 0 if self.reader is None else self.reader.positions(*request.prompt)[1]
+        return 0 if self.tower is None else self.tower.positions(*request.prompt)[1]
 
     def _record_supports(self, kept: torch.Tensor, ready: np.ndarray) -> None:
         """Note which tokens the rows that cut some off have just chosen from; bool [N, V]."""

@@ -17,22 +17,22 @@ from async_rlhf.actors.torch_engine.chunks import PaddedChunks, additive
 from async_rlhf.actors.torch_engine.forward import Forward
 from async_rlhf.actors.torch_engine.scheduler import PrefillChunk
 from async_rlhf.buffers.attention import Reach
-from async_rlhf.buffers.images.tower import ImageReader, PromptPlace
+from async_rlhf.buffers.images.tower import ImageTower, PromptPlace
 
 
 class ImageForward(Forward):
     """`Forward` for prompts with images. shifts: int64 [R], as in `Rows`, as they are when a pass begins."""
 
-    def __init__(self, model: PreTrainedModel, cache: RowCache, reader: ImageReader, shifts: np.ndarray) -> None:
+    def __init__(self, model: PreTrainedModel, cache: RowCache, tower: ImageTower, shifts: np.ndarray) -> None:
         super().__init__(model, cache)
-        self._reader, self._shifts = reader, shifts
+        self._tower, self._shifts = tower, shifts
 
     def _prefill(self, chunks: Sequence[PrefillChunk], padded: PaddedChunks) -> None:
         if not any(chunk.images for chunk in chunks) and not self._shifts.any():
             super()._prefill(chunks, padded)
             return
         prompts = [PromptPlace(row, 0, chunk.ids, chunk.images) for row, chunk in enumerate(chunks) if chunk.images]
-        together = self._reader.together(padded.ids, prompts)
+        together = self._tower.together(padded.ids, prompts)
 
         def mask(reach: Reach) -> torch.Tensor:
             found = padded.mask(self._model.dtype, reach)
@@ -46,8 +46,8 @@ class ImageForward(Forward):
         at = padded.positions + self._after(chunks).to(padded.positions.device)
         self._cache.is_in_pass = True
         self._model.get_decoder()(
-            **self._reader.embedded(padded.ids, prompts),
-            position_ids=self._reader.turned(at, prompts, [len(each.ids) for each in prompts]),
+            **self._tower.embedded(padded.ids, prompts),
+            position_ids=self._tower.turned(at, prompts, [len(each.ids) for each in prompts]),
             attention_mask=self._attention.masks(mask),
             use_cache=True,
             **self._cached,

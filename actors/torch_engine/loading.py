@@ -23,7 +23,7 @@ from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
 from async_rlhf.buffers.attention import cache_argument, max_length
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.images.processor import ImageProcessor
-from async_rlhf.buffers.images.tower import ImageReader
+from async_rlhf.buffers.images.tower import ImageTower
 from async_rlhf.buffers.model_directory import language_model, load_whole
 
 
@@ -60,7 +60,7 @@ def load_engine(
         base=Base(Path(model_dir)),
         kv_policy=find_kv_policy(model, tokenizer, config),
         record_routing=config.replay_routing,
-        reader=None if images is None else ImageReader(model, images),
+        tower=None if images is None else ImageTower(model, images),
     )
     obstacle = _obstacle(model, config)
     engine = make(batch_invariant=not obstacle)

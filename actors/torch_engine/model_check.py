@@ -19,7 +19,7 @@ from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.kv_policy import KVPolicy
 from async_rlhf.buffers.attention import Attention, Reach, attention, max_length, probe_length
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.images.tower import ImageReader
+from async_rlhf.buffers.images.tower import ImageTower
 from async_rlhf.buffers.sampling import Sampling
 
 # Mean difference of log-probabilities, in nats: rounding makes a hundredth of it, a wrong mask or state some times as much.
@@ -51,9 +51,9 @@ def check_engine(engine: TorchEngine, model: PreTrainedModel) -> Bits:
 
 def check_reading(engine: TorchEngine, model: PreTrainedModel) -> None:
     """The same for two completions of a prompt with images, where the engine reads some. Raises ConfigError."""
-    if (reader := engine.reader) is None:
+    if (tower := engine.tower) is None:
         return
-    ids, images = reader.processor.sample()
+    ids, images = tower.processor.sample()
     room = max_length(model.config.get_text_config().to_dict()) or len(ids) + _NUM_NEW
     if len(ids) + _NUM_NEW > room:
         raise ConfigError(f"two small images take {len(ids)} tokens of this model, which holds {room}; choose another")
@@ -61,7 +61,7 @@ def check_reading(engine: TorchEngine, model: PreTrainedModel) -> None:
     check_room(engine, len(ids), _NUM_NEW)
     try:
         together = completed(engine, requests)
-        difference = _difference(model, requests, together, None, reader)
+        difference = _difference(model, requests, together, None, tower)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
         raise _refused(model, f"a prompt with images ends with {type(error).__name__}: {error}") from error
     if not difference <= MAX_DIFFERENCE[model.dtype]:
@@ -94,17 +94,17 @@ def _difference(
     requests: Sequence[Request],
     ended: dict[RolloutKey, Completion],
     policy: KVPolicy | None,
-    reader: ImageReader | None = None,
+    tower: ImageTower | None = None,
 ) -> float:
     differences = []
     for request in requests:
         completion = ended[request.key]
         sampled = completion.token_ids.tolist()
-        if reader is not None and reader.place_id in sampled:  # which a plain pass would take for a place
-            sampled = sampled[: sampled.index(reader.place_id)]
+        if tower is not None and tower.place_id in sampled:  # which a plain pass would take for a place
+            sampled = sampled[: sampled.index(tower.place_id)]
         ids = torch.tensor([*request.prompt_ids, *sampled], device=model.device)
-        if reader is not None:
-            whole = reader.plain(ids[:-1].tolist(), len(request.prompt_ids), request.images)
+        if tower is not None:
+            whole = tower.plain(ids[:-1].tolist(), len(request.prompt_ids), request.images)
         else:
             mask = None if policy is None else _mask(model, policy, ids[:-1])
             whole = model(input_ids=ids[None, :-1], attention_mask=mask, use_cache=False).logits[0]

@@ -157,10 +157,10 @@ class TorchEngineConfig(EngineConfig):
         if not self.off_policy:
             yield "engine.kv", "engine.kv.policy = 'window' and 'chunk_sink'"
 
-    def compared(self, model_dir: str) -> str:
+    def compared(self, model_dir: str, images: ImageProcessor | None = None) -> str:
         from async_rlhf.actors.torch_engine.loading import load_engine
 
-        bits = ", the same bits alone and in a batch" if load_engine(model_dir, self).is_batch_invariant else ""
+        bits = ", the same bits alone and in a batch" if load_engine(model_dir, self, images=images).is_batch_invariant else ""
         return f"sampled log-probabilities are those of plain passes{bits}"
 
     def memory(self, demand: Demand, room: int | None) -> dict[str, int]:

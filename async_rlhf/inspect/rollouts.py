@@ -115,7 +115,7 @@ def replay(source: RunDir, config: Config) -> RunDir:
     try:
         inherit(run, source, config)
         run.images.take(source.images, source.images)
-        with ranks_beside(run, config) as meeting, backend_of(config, meeting) as backend:
+        with ranks_beside(run, config) as meeting, backend_of(run, config, meeting) as backend:
             make_trainer(run, config, ArchiveSource(source.path / "queue"), backend).run()
     finally:
         run.retire()

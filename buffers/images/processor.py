@@ -65,6 +65,10 @@ class ImageProcessor:
             return Encoded(text, list(self._tokenizer(text, add_special_tokens=False)["input_ids"]))
         return Encoded(text, self._processed(text, images))
 
+    def text(self, messages: Messages, variables: Mapping[str, Any]) -> str:
+        """That of `encode`. Raises the same ConfigError."""
+        return self._rendered(messages, variables)[0]
+
     def num_tokens(self, messages: Messages, variables: Mapping[str, Any]) -> int:
         """Tokens of `encode`, from the sizes of images alone. Raises the same."""
         text, images = self._rendered(messages, variables)

@@ -52,7 +52,7 @@ class PromptPlace:
     images: tuple[str, ...]
 
 
-class ImageReader:
+class ImageTower:
     """Of a transformers model of images and text, whose tower is not trained unless `trains`.
 
     Owns the features of images that were last read, at most `cache_bytes`; `forget` drops them when the tower changes.
@@ -68,7 +68,7 @@ class ImageReader:
         self.num_read = 0  # prompts whose images went through the tower
 
     @classmethod
-    def of(cls, model: Any, directory: Path, images: Path | None, *, trains: bool = False) -> ImageReader | None:
+    def of(cls, model: Any, directory: Path, images: Path | None, *, trains: bool = False) -> ImageTower | None:
         """For a model that was loaded from a directory, and the images of a store; None where prompts have none. Raises
         ConfigError as `ImageProcessor`."""
         return None if images is None else cls(model, ImageProcessor(directory, ImageStore(images)), trains=trains)

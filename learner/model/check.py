@@ -11,7 +11,7 @@ from torch import Tensor
 
 from async_rlhf.buffers.attention import max_length, probe_length
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.images.tower import ImageReader
+from async_rlhf.buffers.images.tower import ImageTower
 from async_rlhf.buffers.record import Group, Rollout, Span
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.batch.packing import Packing, Sharing, make_micro_batches
@@ -81,7 +81,7 @@ def _plain(policy: Policy, group: Group, rollout: Rollout) -> Tensor:
     return policy.probe(ids)[len(group.prompt_ids) - 1 :]
 
 
-def _with_images(policy: Policy, images: ImageReader) -> Group:
+def _with_images(policy: Policy, images: ImageTower) -> Group:
     """Three completions of a prompt with two images."""
     prompt, names = images.processor.sample()
     random = np.random.default_rng(0)

@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from async_rlhf.buffers.attention import FAMILIES, Reach, attention
 from async_rlhf.buffers.errors import ConfigError, RecordError
-from async_rlhf.buffers.images.tower import ImageReader, PromptPlace
+from async_rlhf.buffers.images.tower import ImageTower, PromptPlace
 from async_rlhf.learner.batch.micro_batch import MicroBatch, PolicyInputs, attention_bias, attention_mask, digests
 from async_rlhf.learner.batch.packing import Sharing
 from async_rlhf.learner.config import LOGITS_MIB, LearnerConfig, chunk_tokens, token_cost, tokens_within
@@ -87,7 +87,7 @@ class Policy(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, config: LearnerConfig, *, with_critic: bool = False, images: ImageReader | None = None
+        self, model: nn.Module, config: LearnerConfig, *, with_critic: bool = False, images: ImageTower | None = None
     ) -> None:
         super().__init__()
         self.images = images

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from async_rlhf.buffers.errors import DeadlineError, NonFiniteError
-from async_rlhf.buffers.images.tower import ImageReader, tower_parameters
+from async_rlhf.buffers.images.tower import ImageTower, tower_parameters
 from async_rlhf.buffers.protocol.message import Canary
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.learner.batch.micro_batch import MicroBatch
@@ -81,7 +81,7 @@ class Machine:
         if self._lora is not None:
             lora.add_adapters(model, self._lora)
         self.policy = Policy(
-            model, config, with_critic=True, images=ImageReader.of(model, model_dir, images, trains=config.train_vision)
+            model, config, with_critic=True, images=ImageTower.of(model, model_dir, images, trains=config.train_vision)
         )
         check_policy(self.policy)
         self._reference: Callable[..., Predicted] | None = self._load_reference(reference) if reference else None
@@ -101,7 +101,7 @@ class Machine:
         model = load_model(directory, device or self.device, getattr(torch, kind)).requires_grad_(False)
         computed = self.config.dtype if kind == "float32" else kind
         own = self.config.model_copy(update={"dtype": computed})
-        reference = Policy(model, own, images=ImageReader.of(model, directory, self._images))
+        reference = Policy(model, own, images=ImageTower.of(model, directory, self._images))
         if directory != self._model_dir:
             check_together(self.policy, reference)
         reference.sharing = self.policy.sharing

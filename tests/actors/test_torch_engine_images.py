@@ -19,7 +19,7 @@ from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
 from async_rlhf.buffers.errors import ConfigError, EngineError
 from async_rlhf.buffers.images.processor import ImageProcessor
 from async_rlhf.buffers.images.store import ImageStore
-from async_rlhf.buffers.images.tower import ImageReader
+from async_rlhf.buffers.images.tower import ImageTower
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.step.torch_machine import raw
 from tests import image_models
@@ -35,10 +35,10 @@ class Served:
         self.store = ImageStore(directory / "images")
         self.images = [self.store.add(image_models.drawn(*size)) for size in ((30, 20), (16, 44), (24, 24))]
         self.processor = ImageProcessor(directory, self.store)
-        self.reader = ImageReader(self.model, self.processor)
+        self.tower = ImageTower(self.model, self.processor)
 
     def engine(self, **settings: Any) -> TorchEngine:
-        return TorchEngine(self.model, **{"slots": 3, "stop_ids": set(), "reader": self.reader, **settings})
+        return TorchEngine(self.model, **{"slots": 3, "stop_ids": set(), "tower": self.tower, **settings})
 
     def request(self, group: int, member: int, *images: str, new: int = 8, text: str = "what?", **rest: Any) -> Request:
         ids = tuple(self.processor.encode(image_models.asking(*images, text=text), {}).ids)
@@ -54,7 +54,7 @@ class Served:
                 sampled = sampled[: sampled.index(self.processor.place_id)]
             ids = torch.tensor([*request.prefix_ids, *sampled])
             if request.images:
-                logits = ImageReader(self.model, self.processor).plain(
+                logits = ImageTower(self.model, self.processor).plain(
                     ids[:-1].tolist(), len(request.prompt_ids), request.images
                 )
             else:
@@ -99,9 +99,9 @@ def test_the_tower_reads_an_image_once_for_all_who_ask_about_it(served: Callable
     a, b, _ = own.images
     engine = own.engine(slots=2)
     finished(engine, [own.request(group, member, a, text="abc"[group]) for group in range(3) for member in range(4)])
-    assert own.reader.num_read == 1
+    assert own.tower.num_read == 1
     finished(engine, [own.request(9, member, b) for member in range(4)])
-    assert own.reader.num_read == 2
+    assert own.tower.num_read == 2
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "internvl"])
@@ -117,17 +117,17 @@ def test_rows_go_on_behind_their_images_when_weights_change(
     for _ in range(4):
         engine.step()
     engine.load_weights(1, {name: raw(p.detach().clone()) for name, p in own.model.named_parameters()})
-    read = own.reader.num_read
+    read = own.tower.num_read
     ended = {}
     while engine.num_unfinished:
         ended |= {completion.key: completion for completion in engine.step()}
     own.assert_plain(asked, ended)
-    assert own.reader.num_read == read  # the tower is the same
+    assert own.tower.num_read == read  # the tower is the same
     changed = {name: raw(p.detach() * 1.1) for name, p in own.model.named_parameters()}
     engine.load_weights(2, changed)
     asked = [own.request(2, 0, a)]
     own.assert_plain(asked, finished(engine, asked))
-    assert own.reader.num_read > read
+    assert own.tower.num_read > read
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "smolvlm"])
@@ -173,7 +173,7 @@ def test_a_sampled_token_of_an_image_is_a_token_as_any_other(served: Callable[[s
 def test_an_engine_without_the_store_refuses_images(served: Callable[[str], Served]) -> None:
     own = served("internvl")
     with pytest.raises(EngineError, match="has 1 images, and this engine was started without their store"):
-        own.engine(reader=None).submit([own.request(0, 0, own.images[0])])
+        own.engine(tower=None).submit([own.request(0, 0, own.images[0])])
 
 
 def test_an_engine_is_loaded_with_its_images_and_held_to_plain_passes(
@@ -182,7 +182,7 @@ def test_an_engine_is_loaded_with_its_images_and_held_to_plain_passes(
     own = served("qwen3_vl")
     config = TorchEngineConfig(slots=2)
     load_engine(str(own.directory), config, images=own.processor)
-    monkeypatch.setattr(ImageReader, "positions", lambda self, ids, images: (None, 0))
+    monkeypatch.setattr(ImageTower, "positions", lambda self, ids, images: (None, 0))
     with pytest.raises(ConfigError, match=r"'qwen3_vl_text' cannot be served .* behind images log-probabilities differ"):
         load_engine(str(own.directory), config, images=own.processor)
 
@@ -191,6 +191,6 @@ def test_an_engine_whose_images_do_not_see_themselves_is_refused(served: Callabl
     own = served("gemma3")
     engine = own.engine()
     check_reading(engine, own.model)
-    own.reader.is_bidirectional = False
+    own.tower.is_bidirectional = False
     with pytest.raises(ConfigError, match="behind images log-probabilities differ"):
         check_reading(own.engine(), own.model)

@@ -176,7 +176,7 @@ def test_a_replay_holds_the_directory_that_it_writes(small: Any, monkeypatch: py
     held: list[bool] = []
     trainer = SimpleNamespace(run=lambda: held.append(RunDir.existing(config.run_dir).is_alive()))
     monkeypatch.setattr(rollouts, "read_batches", lambda queue: iter([SimpleNamespace(step=0)]))
-    monkeypatch.setattr(learning, "backend_of", lambda config, meeting: nullcontext())
+    monkeypatch.setattr(learning, "backend_of", lambda run, config, meeting: nullcontext())
     monkeypatch.setattr(learning, "make_trainer", lambda *_: trainer)
     again = rollouts.replay(source, config)
     assert held == [True] and not again.is_alive()

@@ -88,7 +88,7 @@ def test_a_learner_goes_on_from_the_checkpoint_of_the_sample_with_the_groups_of_
 
     def train_again(run: RunDir) -> list[dict[str, Any]]:
         config = run.config()
-        with backend_of(config, "") as backend:
+        with backend_of(run, config, "") as backend:
             make_trainer(run, config, ArchiveSource(run.path / "queue"), backend).run()
         return run.read_metrics()
 

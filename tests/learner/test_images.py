@@ -14,7 +14,7 @@ from torch import Tensor
 from async_rlhf.buffers.errors import ConfigError, RecordError
 from async_rlhf.buffers.images.processor import ImageProcessor
 from async_rlhf.buffers.images.store import ImageStore
-from async_rlhf.buffers.images.tower import ImageReader, tower_parameters
+from async_rlhf.buffers.images.tower import ImageTower, tower_parameters
 from async_rlhf.buffers.record import Group, Rollout, Score, Span
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.batch.micro_batch import as_numbers, digests
@@ -43,7 +43,7 @@ class Learning:
 
     def policy(self, **settings: Any) -> Policy:
         model: Any = load_model(self.directory, torch.device("cpu"))
-        return Policy(model, LearnerConfig(**settings), images=ImageReader(model, self.processor))
+        return Policy(model, LearnerConfig(**settings), images=ImageTower(model, self.processor))
 
     def backend(self, loss: LossConfig | None = None, **settings: Any) -> Controller:
         reference = self.directory if (loss or LossConfig()).needs_reference else None
@@ -66,12 +66,12 @@ class Learning:
         return [self.group(0, a), self.group(1, b), self.group(2, c, a, b), self.group(3)]
 
     def plain(self, policy: Policy, group: Group) -> list[Tensor]:
-        reader = ImageReader(policy.model, self.processor)
+        tower = ImageTower(policy.model, self.processor)
         found = []
         for rollout in group.rollouts:
             ids = torch.tensor([*group.prompt_ids.tolist(), *rollout.completion_ids.tolist()])
             if group.images:
-                logits = reader.plain(ids[:-1].tolist(), len(group.prompt_ids), group.images)
+                logits = tower.plain(ids[:-1].tolist(), len(group.prompt_ids), group.images)
             else:
                 with torch.no_grad():
                     logits = policy.model(input_ids=ids[None, :-1], use_cache=False).logits[0]
@@ -123,16 +123,16 @@ def test_the_tower_is_read_once_for_all_updates_unless_it_trains(learning: Calla
     rows = make_rows(own.groups()[:2], [[1.0, -1.0, 0.5]] * 2)
     for trains in (False, True):
         backend = own.backend(train_vision=trains, gradient_checkpointing=not trains)
-        reader = backend.machine.policy.images
-        assert reader is not None
-        tower = {name: p.detach().clone() for name, p in tower_parameters(reader.model).items()}
-        before = reader.num_read
+        tower = backend.machine.policy.images
+        assert tower is not None
+        weights = {name: p.detach().clone() for name, p in tower_parameters(tower.model).items()}
+        before = tower.num_read
         for step in range(2):
             assert backend.step([rows, rows], step).applied
-        assert reader.num_read - before == (2 if not trains else 12)  # with a gradient in each pass, and before the first
-        same = [torch.equal(tower[name], p.detach()) for name, p in tower_parameters(reader.model).items()]
+        assert tower.num_read - before == (2 if not trains else 12)  # with a gradient in each pass, and before the first
+        same = [torch.equal(weights[name], p.detach()) for name, p in tower_parameters(tower.model).items()]
         assert all(same) if not trains else not all(same)
-        assert set(backend.tensors()) == {name for name, _ in reader.model.named_parameters()}
+        assert set(backend.tensors()) == {name for name, _ in tower.model.named_parameters()}
 
 
 def test_a_step_with_a_reference_and_a_critic_learns_from_images(learning: Callable[[str], Learning]) -> None:

@@ -16,7 +16,16 @@ from async_rlhf.actors.reference import is_address
 from async_rlhf.buffers.attention import max_length
 from async_rlhf.buffers.config import MAX_FRAME_BYTES
 from async_rlhf.buffers.errors import ConfigError, DamagedError
-from async_rlhf.buffers.model_directory import INDEX, check_language_model, check_numbers, from_pretrained, tensor_shapes
+from async_rlhf.buffers.images.processor import ImageProcessor
+from async_rlhf.buffers.images.store import scratch
+from async_rlhf.buffers.model_directory import (
+    INDEX,
+    check_language_model,
+    check_numbers,
+    from_pretrained,
+    prepares_images,
+    tensor_shapes,
+)
 from async_rlhf.buffers.parsing import loads
 from async_rlhf.buffers.routing import read_routing
 from async_rlhf.learner.registry import loss_spec
@@ -293,6 +302,7 @@ def deep_check(config: Config) -> Iterator[str]:
     # Torch takes seconds to import, and nothing else of `check` needs it.
     from transformers.utils import logging
 
+    from async_rlhf.buffers.images.tower import ImageTower
     from async_rlhf.learner.model.check import check_policy
     from async_rlhf.learner.model.files import load_model
     from async_rlhf.learner.model.policy import Policy
@@ -305,7 +315,9 @@ def deep_check(config: Config) -> Iterator[str]:
     check_loss(config.loss)
     yield f"loss {config.loss.kind} and advantages {config.advantage.kind}: usable on made-up completions."
     began = time.monotonic()
-    policy = Policy(load_model(Path(config.model), take_device(config.learner.device)), config.learner)
+    model: Any = load_model(Path(config.model), take_device(config.learner.device))
+    images = ImageProcessor(Path(config.model), scratch()) if prepares_images(Path(config.model)) else None
+    policy = Policy(model, config.learner, images=None if images is None else ImageTower(model, images))
     check_policy(policy)
     if config.learner.lora.rank:
         yield _check_merging(policy.model, config.learner.lora)
@@ -313,4 +325,8 @@ def deep_check(config: Config) -> Iterator[str]:
     yield f"learner: log-probabilities are those of plain passes ({rows}; {time.monotonic() - began:.1f} s)."
     del policy
     began = time.monotonic()
-    yield f"engine: {config.served_engine.compared(config.model)} ({time.monotonic() - began:.1f} s)."
+    obstacle = config.served_engine.images_obstacle
+    read = {} if images is None or obstacle else {"images": images}
+    yield f"engine: {config.served_engine.compared(config.model, **read)} ({time.monotonic() - began:.1f} s)."
+    if images is not None:
+        yield f"images: {obstacle or 'engine and learner give the log-probabilities of plain passes behind two made-up ones'}."

@@ -9,6 +9,7 @@ from async_rlhf.actors.environments.rendering import Renderer
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.model_directory import check_stop_strings, from_pretrained
 from async_rlhf.buffers.record import source_of
+from async_rlhf.run.checks import images
 from async_rlhf.run.checks.model import (
     check_adapters,
     check_model_files,
@@ -33,6 +34,12 @@ def check_rendering(subject: Subject) -> None:
             render, variables = config.environment.all[source].render, config.data.chat_template_kwargs
             with of_source(source):
                 Renderer(tokenizer, config.data.chat or spec.calls, render, spec.tools, variables).check()
+
+
+def check_reading(subject: Subject) -> None:
+    """Whether engine, learner and model read the images of prompts. Raises ConfigError."""
+    if subject.images is not None:
+        images.check_reading(subject.config)
 
 
 def check_lengths(subject: Subject) -> None:
@@ -103,6 +110,7 @@ def check_stop(subject: Subject) -> None:
 
 RULES = (
     Stage("model directory", of_config(lambda config: check_model_files(Path(config.model)))),  # which all others read
+    Stage("model directory", check_reading),
     Stage("model directory", of_config(check_adapters), check_rendering, check_lengths),
     Stage("model directory", check_kept, of_config(check_routing), seen, ends),
 )

@@ -13,7 +13,9 @@ from async_rlhf.actors.data.tokens import PromptLengths, PromptTokenizer
 from async_rlhf.actors.environments import EnvironmentSpec
 from async_rlhf.actors.prompts import Row, of_prompts
 from async_rlhf.buffers.errors import check_all
+from async_rlhf.buffers.images.processor import ImageProcessor
 from async_rlhf.buffers.record import source_of
+from async_rlhf.run.checks import images
 from async_rlhf.run.checks.model import longest_prompt
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_data import Rows
@@ -60,9 +62,17 @@ class Subject:
         return PromptTokenizer(Path(self.config.model))
 
     @cached_property
+    def images(self) -> ImageProcessor | None:
+        """What prepares the images of rows; None where none has any."""
+        return images.processor_of(self.config, self.all_rows)
+
+    @cached_property
     def texts(self) -> list[str]:
         """The text of each row that the model reads."""
-        return of_prompts(self.all_rows, partial(self.tokenizer.text, template=self.config.data.row_template))
+        template = self.config.data.row_template
+        if self.images is not None:
+            return of_prompts(self.all_rows, partial(images.read_text, template=template, processor=self.images))
+        return of_prompts(self.all_rows, partial(self.tokenizer.text, template=template))
 
     @cached_property
     def are_chats(self) -> list[bool]:
@@ -72,7 +82,10 @@ class Subject:
 
     @cached_property
     def lengths(self) -> PromptLengths:
-        return self.tokenizer.lengths(self.texts, self.are_chats[: len(self.texts)], self.limit[0])
+        found = self.tokenizer.lengths(self.texts, self.are_chats[: len(self.texts)], self.limit[0])
+        if self.images is None:
+            return found
+        return images.with_images(found, self.all_rows, self.config.data.row_template, self.images, self.limit[0])
 
     @cached_property
     def limit(self) -> tuple[int, str]:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from async_rlhf.actors.loop.context import Environments
+    from async_rlhf.buffers.images.processor import ImageProcessor
 
 _log = logging.getLogger(__name__)
 
@@ -59,11 +60,12 @@ def run_evaluation(
     rows, template = evaluated_rows(run, config)
     tokenizer = from_pretrained(AutoTokenizer, Path(model))
     asked = config.evaluation
-    images = RunData(run.path, config.data).images
+    data = RunData(run.path, config.data)
+    images = processor_of(model, data)
     scoring = ScoringPool[RolloutKey](
-        reward_specs(config), config.scoring, by_source=config.rewards.by_source, images=images.directory
+        reward_specs(config), config.scoring, by_source=config.rewards.by_source, images=data.images.directory
     )
-    engine = load_engine(model, config.served_engine.plain, version=int(step))
+    engine = load_engine(model, config.served_engine.plain, version=int(step), images=images)
     try:
         with environments_of(config, tokenizer) as environments:
             sampling = config.generation.sampling
@@ -75,7 +77,9 @@ def run_evaluation(
                 solved_by=solved_by(config, score_names(config, environments.all)),
                 solved_at=asked.solved_at,
             )
-            context = RunContext(HELD_OUT_SEED, rows, config.generation, tokenizer, template, environments=environments)
+            context = RunContext(
+                HELD_OUT_SEED, rows, config.generation, tokenizer, template, environments=environments, images=images
+            )
             result = evaluate(engine, scoring, context, judging, progress)
     finally:
         scoring.close()
@@ -108,6 +112,16 @@ def environments_of(
                 max_length=config.generation.longest_completion,
             )
         yield Environments(environments.pop("", None), environments)
+
+
+def processor_of(model: str, data: RunData) -> ImageProcessor | None:
+    """What prepares the images of rows that have been read, for a model directory; None where none has any. Raises
+    ConfigError."""
+    if not any(True for _ in data.images):
+        return None
+    from async_rlhf.buffers.images.processor import ImageProcessor
+
+    return ImageProcessor(Path(model), data.images)
 
 
 def evaluated_rows(run: RunDir, config: Config) -> tuple[list[Row], Template]:

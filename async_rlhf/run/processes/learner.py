@@ -56,7 +56,7 @@ def _settings(config: Config) -> TrainerConfig:
 
 
 @contextmanager
-def backend_of(config: Config, meeting: str) -> Iterator[Controller]:
+def backend_of(run: RunDir, config: Config, meeting: str) -> Iterator[Controller]:
     """The backend that the learner's loop calls. meeting: IP:PORT, where a learner of several ranks meets the others, which end
     with the block.
 
@@ -68,7 +68,7 @@ def backend_of(config: Config, meeting: str) -> Iterator[Controller]:
     check_estimator(config.advantage)
     check_loss(config.loss)
     ranks = _join(config, 0, meeting)
-    controller = _make_backend(config, ranks)
+    controller = _make_backend(run, config, ranks)
     yield controller
     controller.close()
     ranks.close()
@@ -86,10 +86,10 @@ def ranks_beside(run: RunDir, config: Config) -> Iterator[str]:
             process.kill()
 
 
-def run_rank(config: Config, rank: int, meeting: str) -> None:
+def run_rank(run: RunDir, config: Config, rank: int, meeting: str) -> None:
     """A rank above 0 of the learner: executes the commands of rank 0."""
     ranks = _join(config, rank, meeting)
-    _make_backend(config, ranks).work()
+    _make_backend(run, config, ranks).work()
     ranks.close()
 
 
@@ -113,7 +113,7 @@ def _join(config: Config, rank: int, meeting: str) -> Ranks:
     )
 
 
-def _make_backend(config: Config, ranks: Ranks) -> Controller:
+def _make_backend(run: RunDir, config: Config, ranks: Ranks) -> Controller:
     from async_rlhf.learner.step.controller import make_backend
 
     return make_backend(
@@ -125,4 +125,5 @@ def _make_backend(config: Config, ranks: Ranks) -> Controller:
         reference=Path(config.held_reference) if config.held_reference else None,
         max_steps=config.max_steps,
         longest=config.generation.longest_completion,
+        images=run.images.directory if any(True for _ in run.images) else None,
     )

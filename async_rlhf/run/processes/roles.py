@@ -38,7 +38,7 @@ from async_rlhf.run.config import Config
 from async_rlhf.run.hosts.placement import with_threads
 from async_rlhf.run.loading import parse_settings
 from async_rlhf.run.processes.agreement import schema, shared
-from async_rlhf.run.processes.evaluation import environments_of, import_models, run_evaluation
+from async_rlhf.run.processes.evaluation import environments_of, import_models, processor_of, run_evaluation
 from async_rlhf.run.processes.learner import backend_of, make_trainer, run_rank
 from async_rlhf.run.processes.tracking import run_tracker
 from async_rlhf.run.run_data import RunData
@@ -115,14 +115,14 @@ def run_learner(run: RunDir, config: Config, address: str, meeting: str = "") ->
     client = LearnerClient(
         address, timeout_s=REQUEST_TIMEOUT_S, connect=connect, weights=config.weights, broadcaster=broadcaster
     )
-    with backend_of(config, meeting) as backend:
+    with backend_of(run, config, meeting) as backend:
         _log.info("ended: %s", make_trainer(run, config, client, backend).run())
     client.close()
 
 
 def run_learner_rank(run: RunDir, config: Config, rank: str, meeting: str) -> None:
     import_models()
-    run_rank(config, int(rank), meeting)
+    run_rank(run, config, int(rank), meeting)
 
 
 def run_scorer(run: RunDir, config: Config, address: str) -> None:
@@ -151,7 +151,8 @@ def run_actor(
     data = RunData(run.path, config.data)
     rows = data.epoch()
     tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
-    engine = load_engine(config.model, config.served_engine, on_update=config.generation.on_update)
+    images = processor_of(config.model, data)
+    engine = load_engine(config.model, config.served_engine, on_update=config.generation.on_update, images=images)
     check_room(engine, longest_prompt(config)[0], config.generation.longest_completion)
     client = _actor_client(config, data, address, name, engine.bits)
     client.keep_beating()
@@ -166,6 +167,7 @@ def run_actor(
     )
     spans = SpanFile(run.spans(name), config.max_log_bytes)
     refill = config.rewards.composition if config.advantage.constant_groups == "refill" else None
+    further = {"partial_every": scoring.stream_tokens, "refill": refill, "images": images}
     try:
         with environments_of(config, tokenizer, client.wake) as environments:
             reason = Worker(
@@ -173,9 +175,7 @@ def run_actor(
                 client,
                 engine,
                 scoring,
-                run_context(
-                    config, rows, tokenizer, partial_every=scoring.stream_tokens, refill=refill, environments=environments
-                ),
+                run_context(config, rows, tokenizer, environments=environments, **further),
                 config.actor_capacity,
                 config.engine.canary_tolerance,
                 spans.write,

@@ -1,0 +1,59 @@
+"""Rules about prompts with images: whether engine and learner read them, and how long prompts are with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from async_rlhf.actors.data.tokens import PromptLengths
+from async_rlhf.actors.prompts import Row, Template
+from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.images.processor import ImageProcessor
+from async_rlhf.buffers.images.store import ImageStore, scratch
+from async_rlhf.run.config import Config
+
+
+def check_reading(config: Config) -> None:
+    """Raises ConfigError for settings with which prompts with images cannot be sampled, or learned from."""
+    if found := "\n".join(f"prompts have images, with {each}" for each in _obstacles(config)):
+        raise ConfigError(found)
+
+
+def _obstacles(config: Config) -> Iterator[str]:
+    if config.engine.images_obstacle:
+        yield config.engine.images_obstacle
+    if config.learner.backend != "torch":
+        yield f"learner.backend = {config.learner.backend!r}; only 'torch' learns from images"
+    if config.learner.compile:
+        yield "learner.compile = true, which is for text; set it to false"
+
+
+def processor_of(config: Config, rows: Sequence[Row]) -> ImageProcessor | None:
+    """What prepares the images of these rows; None where none has any. Raises ConfigError as `ImageProcessor`."""
+    if (first := next((row.images[0] for row in rows if row.images), None)) is None:
+        return None
+    here = scratch()  # unless a run keeps them, which is resumed
+    kept = ImageStore(config.run_dir / "data" / "images")
+    return ImageProcessor(Path(config.model), here if here.path(first).is_file() else kept)
+
+
+def read_text(row: Row, template: Template, processor: ImageProcessor) -> str:
+    """The model's prompt, with a place for each image. Raises ConfigError as `ImageProcessor.encode`."""
+    said = template.said(row)
+    return said if isinstance(said, str) else processor.text(said, template.variables)
+
+
+def with_images(
+    found: PromptLengths, rows: Sequence[Row], template: Template, processor: ImageProcessor, limit: int
+) -> PromptLengths:
+    """The lengths of rows with their images' tokens, which follow from the sizes of images. found: as if each were one token.
+    Raises ConfigError, DamagedError."""
+    lengths = dict(found.too_long)
+    for number, row in enumerate(rows):
+        if row.images:
+            said = template.said(row)
+            assert not isinstance(said, str)
+            if (count := processor.num_tokens(said, template.variables)) > limit:
+                lengths[number] = count
+    return replace(found, too_long=dict(sorted(lengths.items())))
