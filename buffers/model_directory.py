@@ -65,11 +65,11 @@ def language_model(directory: Path) -> Any:
     other way."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    is_whole = prepares_images(directory) or (reads_images(directory) and not _is_text_alone(directory))
+    is_whole = prepares_images(directory) or (reads_images(directory) and not is_text_alone(directory))
     return AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
 
 
-def _is_text_alone(directory: Path) -> bool:
+def is_text_alone(directory: Path) -> bool:
     """Whether transformers loads the model's text part by itself."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -168,7 +168,7 @@ def check_language_model(directory: Path, where: str) -> None:
     described = _described(directory / "config.json")
     if not described.keys() & {"text_config", "vision_config"}:
         return
-    if not (reads_images(directory) or _is_text_alone(directory)):
+    if not (reads_images(directory) or is_text_alone(directory)):
         kind = str(described.get("model_type"))
         raise ConfigError(
             f"{where} = {str(directory)!r} is of model type {kind!r}, which reads more than text and images, and transformers "

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from async_rlhf.actors.prompts import token_ids
 from async_rlhf.actors.rewards.answer import as_text
 from async_rlhf.buffers.errors import RewardError
-from async_rlhf.buffers.model_directory import from_pretrained, load_whole
+from async_rlhf.buffers.model_directory import from_pretrained, language_model, load_whole
 from async_rlhf.buffers.record import Float32Array, SamplingMask
 
 # B completions of a batch, T tokens, C model width.
@@ -99,7 +99,7 @@ class ReferenceModel:
     def __init__(self, path: Path, *, device: str = "cpu", dtype: str = "float32", threads: int = 1) -> None:
         torch.set_num_threads(threads)
         self.device = torch.device(device)
-        model = _loaded(load_whole, AutoModelForCausalLM, path, "the reference", dtype=getattr(torch, dtype))
+        model = _loaded(load_whole, language_model(path), path, "the reference", dtype=getattr(torch, dtype))
         self._model = model.to(self.device).eval()
         self.dtype: torch.dtype = model.dtype
         self._head = model.get_output_embeddings()

@@ -11,7 +11,7 @@ from typing import Any
 
 from async_rlhf.buffers.attention import angle_limit
 from async_rlhf.buffers.errors import ConfigError, check_all
-from async_rlhf.buffers.model_directory import check_language_model
+from async_rlhf.buffers.model_directory import check_language_model, is_text_alone, reads_images
 from async_rlhf.buffers.parsing import loads
 from async_rlhf.learner.config import check_division
 from async_rlhf.run import learner_checks
@@ -184,6 +184,11 @@ def check_described(config: Config) -> None:
     if isinstance(quantised, dict) and (kind := quantised.get("quant_method")) in _PACKED:
         raise ConfigError(f"model = {config.model!r} is packed by {kind}; give the model that was packed")
     check_language_model(directory, "model")
+    if (obstacle := config.engine.images_obstacle) and reads_images(directory) and not is_text_alone(directory):
+        raise ConfigError(
+            f"model = {config.model!r} is of model type {model.get('model_type')!r}, which is served together with what reads "
+            f"images, with {obstacle}"
+        )
     check_division(config.learner, text.get)
     for refusal in config.engine.model_refusals(text):
         raise ConfigError(refusal)

@@ -186,11 +186,19 @@ def test_an_adapter_beside_a_model_is_named_with_the_line_that_merges_it(tmp_pat
 
 
 @pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_a_model_without_a_language_model_of_its_own_is_refused_before_a_start(engine: str, tmp_path: Path) -> None:
+    model = shutil.copytree(SPELLER, tmp_path / "model")
+    CONFIG_MAPPING["clip"]().save_pretrained(model)
+    told = refused_by_check(model, **{"engine.kind": engine})
+    assert "is of model type 'clip', which reads more than text and images" in told
+
+
 @pytest.mark.parametrize("kind", ["llava", "mistral3", "qwen2_5_vl", "qwen3_vl"])
-def test_a_model_without_a_language_model_of_its_own_is_refused_before_a_start(kind: str, engine: str, tmp_path: Path) -> None:
+def test_a_model_that_reads_images_is_refused_by_an_engine_that_does_not(kind: str, tmp_path: Path) -> None:
     model = shutil.copytree(SPELLER, tmp_path / "model")
     CONFIG_MAPPING[kind]().save_pretrained(model)
-    assert f"is of model type '{kind}', which reads more than text" in refused_by_check(model, **{"engine.kind": engine})
+    told = output_of(CONFIGURATION, "check", QUICK, *sets({"model": str(model), "engine.kind": "vllm"}))
+    assert f"is of model type '{kind}', which is served together with what reads images, with engine.kind = 'vllm'" in told
 
 
 def test_a_deep_check_loads_the_model_and_says_that_learner_and_engine_are_right() -> None:
