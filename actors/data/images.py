@@ -33,7 +33,7 @@ Read = Callable[[Any], str]
 """An image in any form to its digest. Raises ValueError."""
 
 
-class ImageReader:
+class ImageLoader:
     """Adds images to a store. folder: from which paths are seen. add: as of `ImageStore`."""
 
     def __init__(self, folder: Path, add: Callable[[bytes], str]) -> None:

@@ -1,7 +1,7 @@
 """The images of a prompt on their way to a reward: paths travel, and the process that calls it opens them.
 
 A path names a file of an `ImageStore` by its digest, so what is opened is what the model saw, or the call has failed. A server
-on another machine does not have the files: no images go there.
+on another machine does not have the files: no images go there (`remote`). Imports little: each process of a reward reads this.
 """
 
 from __future__ import annotations
@@ -10,26 +10,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.actors.rewards import RewardSpec, Signature
+from async_rlhf.actors.rewards import Signature
 from async_rlhf.actors.rewards.signature import IMAGE, IMAGES
-from async_rlhf.actors.workers import CALLER
 from async_rlhf.buffers.errors import RewardError
-from async_rlhf.buffers.images.store import ImageStore, scratch
-from async_rlhf.buffers.weights.shared import is_local
 
 
 def with_paths(fields: Mapping[str, Any], directory: Path | None) -> Mapping[str, Any]:
     """The fields of a completion with paths for its digests. directory: of the store; None: that of this process."""
     if not (digests := fields.get(IMAGES)):
         return fields
+    from async_rlhf.buffers.images.store import ImageStore, scratch
+
     store = scratch() if directory is None else ImageStore(directory.absolute())
     return {**fields, IMAGES: [str(store.path(digest)) for digest in digests]}
-
-
-def is_elsewhere(spec: RewardSpec) -> bool:
-    """Whether its calls go to a server on another machine."""
-    address = str(spec.options.get("address", ""))
-    return spec.target == "remote" and not (is_local(address) or address.startswith(CALLER))
 
 
 def with_images(signature: Signature, members: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -41,6 +34,8 @@ def with_images(signature: Signature, members: Sequence[Mapping[str, Any]]) -> S
     names = signature.image_names
     if not names or not (IMAGE in names or IMAGES in signature.required or any(IMAGES in member for member in members)):
         return members
+    from async_rlhf.buffers.images.store import ImageStore
+
     found = []
     for member in members:
         paths = [Path(path) for path in member.get(IMAGES) or ()]

@@ -23,8 +23,9 @@ from async_rlhf.actors.engine import Partial
 from async_rlhf.actors.prompts import PLAIN, Row, Template
 from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec
 from async_rlhf.actors.rewards.signature import IMAGES
-from async_rlhf.actors.scoring.images import is_elsewhere, with_paths
+from async_rlhf.actors.scoring.images import with_paths
 from async_rlhf.actors.scoring.places import RewardPlaces
+from async_rlhf.actors.scoring.remote import is_elsewhere
 from async_rlhf.actors.scoring.reward_queue import ScoringTask
 from async_rlhf.actors.scoring.reward_worker import Answers
 from async_rlhf.buffers import failures

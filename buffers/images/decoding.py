@@ -26,6 +26,7 @@ _TURNS = {
     7: _Turn.TRANSVERSE, 8: _Turn.ROTATE_90,
 }  # fmt: skip
 _SIDEWAYS = (_Turn.TRANSPOSE, _Turn.ROTATE_270, _Turn.TRANSVERSE, _Turn.ROTATE_90)
+_THUMBNAIL = 96
 _SIXTEEN_BITS = (1 << 16) - 1
 
 
@@ -68,6 +69,14 @@ def encoded(image: Image.Image) -> bytes:
         raise ValueError(f"it cannot be decoded ({error})") from error
     file = BytesIO()
     seen.save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def thumbnail(image: Image.Image) -> bytes:
+    """A JPEG of it, 96 pixels wide or high."""
+    small, file = image.copy(), BytesIO()
+    small.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    small.save(file, "JPEG", quality=70)
     return file.getvalue()
 
 

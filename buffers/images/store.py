@@ -22,10 +22,11 @@ from pathlib import Path
 from PIL import Image
 
 from async_rlhf.buffers.errors import DamagedError
-from async_rlhf.buffers.images.decoding import MAX_BYTES, decoded, digest_of, size_of
+from async_rlhf.buffers.images.decoding import MAX_BYTES, decoded, digest_of, size_of, thumbnail
 
 _DIGEST = re.compile("[0-9a-f]{32}")
-_RECENT = 4
+_RECENT, _THUMBNAILS = 4, 256
+_MOST_SHOWN = 16 << 20
 
 
 class ImageStore:
@@ -86,6 +87,13 @@ class ImageStore:
         except (OSError, ValueError) as error:
             raise _damaged(path, error) from error
 
+    def thumbnail(self, digest: str) -> bytes:
+        """A JPEG of at most 96 pixels a side. Raises DamagedError as `open`, and for one of more than 16 Mi pixels."""
+        path, (width, height) = self.path(digest), self.size(digest)
+        if width * height > _MOST_SHOWN:
+            raise _damaged(path, f"it is {width} x {height}, too large to be shown")
+        return _thumbnail(path)
+
 
 @functools.cache
 def scratch() -> ImageStore:
@@ -110,6 +118,11 @@ def _recent(path: Path) -> Image.Image:
     if (found := digest_of(image)) != path.name:
         raise _damaged(path, f"its pixels have the digest {found}: it was changed, or this Pillow decodes it in another way")
     return image
+
+
+@functools.lru_cache(_THUMBNAILS)
+def _thumbnail(path: Path) -> bytes:
+    return thumbnail(_recent(path))
 
 
 def _temporary(path: Path) -> Path:

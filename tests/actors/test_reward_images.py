@@ -14,8 +14,8 @@ from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.engine import Partial, RolloutKey
 from async_rlhf.actors.rewards import RewardSpec, resolve
-from async_rlhf.actors.scoring.images import is_elsewhere
 from async_rlhf.actors.scoring.pool import fields_of, usable
+from async_rlhf.actors.scoring.remote import is_elsewhere
 from async_rlhf.actors.scoring.server import ScoringServer
 from async_rlhf.actors.workers.messages import SessionStep
 from async_rlhf.buffers.images.decoding import encoded
