@@ -27,12 +27,19 @@ def with_paths(fields: Mapping[str, Any], directory: Path | None) -> Mapping[str
 
 def with_images(signature: Signature, members: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """The fields of completions with images of Pillow, mode RGB, where the function takes them: `images` is a list, empty for a
-    prompt without; `image` the only one, or None.
+    prompt without; `image` the only one, or None. What takes every column gets `images` where there are some.
 
-    Raises DamagedError for one that is missing or another, RewardError where a prompt of several is judged by one.
+    Raises DamagedError for one that is missing or another, RewardError where a prompt of several is judged by one, and where
+    images that it asks for were not sent.
     """
     names = signature.image_names
-    if not names or not (IMAGE in names or IMAGES in signature.required or any(IMAGES in member for member in members)):
+    if names and any(member.get(IMAGES, ()) is None for member in members):
+        raise RewardError(
+            f"asks for {min(names)!r}, and this server is on another machine than the images: name its file there"
+        )
+    if signature.any_column and any(member.get(IMAGES) for member in members):
+        names |= {IMAGES}
+    if not names:
         return members
     from async_rlhf.buffers.images.store import ImageStore
 
@@ -43,5 +50,5 @@ def with_images(signature: Signature, members: Sequence[Mapping[str, Any]]) -> S
         if IMAGE in names and len(images) > 1:
             raise RewardError(f"takes one `image`, and a prompt has {len(images)}: take `images`, a list")
         seen: dict[str, Any] = {IMAGES: images, IMAGE: next(iter(images), None)}
-        found.append({**member, **{name: seen[name] for name in names if name == IMAGES or name not in member}})
+        found.append({**member, **{name: seen[name] for name in names if IMAGES in member or name not in member}})
     return found

@@ -329,10 +329,10 @@ def fields_of(
 
 
 def usable(spec: RewardSpec, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields a reward can use: only those travel to it, and no images to another machine."""
+    """The fields a reward can use: only those travel to it, and that there are images to another machine, but not they."""
     if spec.fields is None:
-        unseen = OURS | ({IMAGES} if is_elsewhere(spec) else frozenset())
-        return {name: value for name, value in fields.items() if name not in unseen}
+        unsent = {IMAGES: None} if IMAGES in fields and is_elsewhere(spec) else {}
+        return {name: value for name, value in fields.items() if name not in OURS} | unsent
     return {name: fields[name] for name in spec.fields if name in fields}
 
 

@@ -136,7 +136,7 @@ def test_paths_travel_to_those_that_ask_and_pixels_to_none(judges: Path, store: 
         ["far=remote", "near=remote"], judges, {"far": {"address": "tcp://host:1"}, "near": {"address": "ipc:///tmp/near"}}
     )
     assert (is_elsewhere(far), is_elsewhere(near)) == (True, False)
-    assert "images" not in usable(far, fields) and usable(near, fields)["images"] == fields["images"]
+    assert usable(far, fields)["images"] is None and usable(near, fields)["images"] == fields["images"]
 
 
 def test_the_fields_of_a_row_with_images_have_their_digests() -> None:
@@ -170,4 +170,8 @@ def test_a_served_reward_opens_nothing_that_is_no_image_of_a_store(server: str, 
             peer.send(SessionStep(id=number, members=[{"completion": "a", "images": [path]}]))
         answered = {message.id: message.answers[0] for message in (peer.receive() for _ in range(4))}
     assert all(answered[number].value is None for number in range(3)) and answered[3].value == 6.0
+    with Peer(server) as peer:
+        peer.send(SessionStep(id=1, members=[{"completion": "a", "images": None}]))
+        failure = str(peer.receive().answers[0].failure)
+    assert "asks for 'images', and this server is on another machine than the images" in failure
     assert "it was changed" in str(answered[0].failure) and "is no digest" in str(answered[1].failure)

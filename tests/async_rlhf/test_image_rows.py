@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from async_rlhf import try_rewards
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.prompts import Row
 from async_rlhf.buffers.errors import ConfigError
@@ -231,6 +232,23 @@ def test_what_was_trained_on_is_shown_with_its_images(run: RunDir) -> None:
     assert json.loads(as_json)["images"][0]["size"] == [30, 20]
     output = output_of(0, "rollouts", "show", run.path)
     assert f"  image 1: 30 x 20, {files[0]}\n  image 2: missing, {files[1]}\n" in output
+
+
+def test_rewards_are_tried_on_images_of_a_file_and_on_those_of_a_run(run: RunDir, data: Path) -> None:
+    rewards = [f"{data}/code.py:looks", f"{data}/code.py:looks_at_one"]
+    parts = [{"type": "image", "image": "1.png"}, {"type": "text", "text": "q"}]
+    objects = [
+        {"prompt": "q", "images": ["0.png"], "completion": "a", "answer": "b"},
+        {"prompt": [{"role": "user", "content": parts}], "completion": "a", "answer": "b"},
+    ]
+    (data / "tried.jsonl").write_text("".join(json.dumps(each) + "\n" for each in objects))
+    assert [each.mean for each in try_rewards(rewards, data / "tried.jsonl").rewards] == [1.0, 1.0]
+    with pytest.raises(ConfigError, match=r"object 1 of the data: .*'7\.png': there is no file"):
+        try_rewards(rewards, [{"image": "7.png", "completion": "a", "answer": "b"}])
+    own = {**sample([digest_of(picture(seed)) for seed in range(2)]), "columns": {"answer": "b"}}
+    run.samples.write_text(json.dumps(own) + "\n")
+    (looks,) = try_rewards(rewards[0], run.path).rewards
+    assert looks.mean == 2.0 and looks.num_scored == 1
 
 
 def test_the_page_shows_small_copies_of_what_lies_in_the_store_and_of_nothing_else(run: RunDir) -> None:
