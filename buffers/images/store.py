@@ -15,7 +15,7 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,30 +38,24 @@ class ImageStore:
     def add(self, data: bytes) -> str:
         """Keep an image file; returns the digest. Raises ValueError as `decoded` does, OSError."""
         digest = digest_of(decoded(data))
-        if not (path := self.path(digest)).is_file():
-            self.directory.mkdir(parents=True, exist_ok=True)
-            temporary = _temporary(path)
-            try:
-                temporary.write_bytes(data)
-                temporary.replace(path)
-            except OSError:
-                temporary.unlink(missing_ok=True)
-                raise
+        self._put(digest, lambda path: path.write_bytes(data))
         return digest
 
     def take(self, digests: Iterable[str], source: ImageStore) -> None:
         """Keep those of another store. Raises OSError."""
         for digest in digests:
-            path, there = self.path(digest), source.path(digest)
-            if path.is_file():
-                continue
-            self.directory.mkdir(parents=True, exist_ok=True)
-            temporary = _temporary(path)
-            try:
-                os.link(there, temporary)
-            except OSError:  # another disk, or one without links
-                shutil.copyfile(there, temporary)
+            self._put(digest, functools.partial(_link, source.path(digest)))
+
+    def _put(self, digest: str, write: Callable[[Path], object]) -> None:
+        if (path := self.path(digest)).is_file():
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{digest}.{os.getpid()}-{threading.get_ident()}")
+        try:
+            write(temporary)
             temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def __iter__(self) -> Iterator[str]:
         """The digests of all."""
@@ -125,11 +119,11 @@ def _thumbnail(path: Path) -> bytes:
     return thumbnail(_recent(path))
 
 
-def _temporary(path: Path) -> Path:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
-    with suppress(FileNotFoundError):
-        temporary.unlink()
-    return temporary
+def _link(there: Path, path: Path) -> None:
+    try:
+        os.link(there, path)
+    except OSError:  # another disk, or one without links
+        shutil.copyfile(there, path)
 
 
 def _damaged(path: Path, what: object) -> DamagedError:
