@@ -13,6 +13,7 @@ from PIL import Image
 
 from async_rlhf import try_rewards
 from async_rlhf.actors.data.rows import load_rows
+from async_rlhf.actors.data.tokens import PromptLengths
 from async_rlhf.actors.prompts import Row
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.images.decoding import digest_of
@@ -154,7 +155,7 @@ def test_equal_text_about_other_images_is_another_prompt(config: Any, data: Path
     (data / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     subject = Subject(config(**{"data.held_out": 1}))
     monkeypatch.setattr(Subject, "texts", ["What?"] * 4)
-    monkeypatch.setattr(Subject, "are_chats", [True] * 4)
+    monkeypatch.setattr(Subject, "lengths", PromptLengths({}, [], [], 0))
     assert subject.repeated == {1}
 
 
