@@ -16,15 +16,17 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from PIL import Image
 
 from async_rlhf.buffers.errors import DamagedError
+from async_rlhf.buffers.files import File, lock_directory
 from async_rlhf.buffers.images.decoding import MAX_BYTES, decoded, digest_of, size_of, thumbnail
 
 _DIGEST = re.compile("[0-9a-f]{32}")
+_SCRATCH = "async-rlhf-rows-"
 _RECENT, _THUMBNAILS = 4, 256
 _MOST_SHOWN = 16 << 20
 
@@ -91,15 +93,23 @@ class ImageStore:
 
 @functools.cache
 def scratch() -> ImageStore:
-    """The store of this process for images of rows that no run keeps yet; it is gone with the process."""
-    directory = tempfile.mkdtemp(prefix="async-rlhf-images-")
-    atexit.register(_remove, directory, os.getpid())
-    return ImageStore(Path(directory))
+    """The store of this process for images of rows that no run keeps yet; it is gone with the process, or with the next one
+    that has such a store."""
+    root = Path(tempfile.gettempdir())
+    for left in root.glob(f"{_SCRATCH}*"):
+        with suppress(OSError), closing(lock_directory(left)):  # of a process that was killed
+            shutil.rmtree(left)
+    new = Path(tempfile.mkdtemp(prefix=f".{_SCRATCH}"))
+    lock = lock_directory(new)
+    directory = new.rename(root / new.name[1:])  # no other process that starts finds it without its lock
+    atexit.register(_remove, directory, lock, os.getpid())
+    return ImageStore(directory)
 
 
-def _remove(directory: str, owner: int) -> None:
+def _remove(directory: Path, lock: File, owner: int) -> None:
     if os.getpid() == owner:  # and not a process that was forked from it
         shutil.rmtree(directory, ignore_errors=True)
+        lock.close()
 
 
 @functools.lru_cache(_RECENT)
