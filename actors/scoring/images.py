@@ -35,11 +35,11 @@ def with_images(signature: Signature, members: Sequence[Mapping[str, Any]]) -> S
     names = signature.image_names
     if names and any(member.get(IMAGES, ()) is None for member in members):
         raise RewardError(
-            f"asks for {min(names)!r}, and this server is on another machine than the images: name its file there"
+            f"asks for {min(names)!r}, and images go to no server on another machine: name its file in rewards.functions"
         )
-    if signature.any_column and any(member.get(IMAGES) for member in members):
-        names |= {IMAGES}
-    if not names:
+    if any(member.get(IMAGES) for member in members):
+        names |= {IMAGES} if signature.any_column else set()
+    elif not names.intersection(signature.required):  # its defaults hold
         return members
     from async_rlhf.buffers.images.store import ImageStore
 
