@@ -123,11 +123,16 @@ class WeightReceiver:
         except WeightsError as error:
             self._fetch_again(error)
 
-    def refused(self, request: int) -> None:
-        """The hub does not have, or no longer has, the requested bytes: a newer target is on its way."""
-        if request >= self._request:  # else it is about a set that is not wanted any more
-            self._target = None
-            self._drop()
+    def refused(self, request: int) -> bool:
+        """The hub does not have, or no longer has, the requested bytes. Whether the set is given up: when the hub has no such
+        set, a newer target is on its way; a part that is gone may be a delta's, and then the set is fetched in another way."""
+        if request < self._request or self._target is None:
+            return False  # it is about a set that is not wanted any more
+        target, self._target = self._target, None
+        self._drop()
+        if request > self._request:
+            self.adopt(target)
+        return self._target is None
 
     def take(self) -> WeightSet | None:
         """The newest whole, verified weight set, once."""

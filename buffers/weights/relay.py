@@ -174,8 +174,7 @@ class WeightCache:
         request, message, arrays = wire.decode(frames, max_frame_bytes=wire.MAX_FRAME_BYTES)
         if isinstance(message, wire.Manifest | wire.Chunk):
             self._weight_receiver.receive(message, arrays)
-        elif isinstance(message, wire.Refused):
-            self._weight_receiver.refused(request)
+        elif isinstance(message, wire.Refused) and self._weight_receiver.refused(request):
             self._give_up(message.detail)
 
     @property

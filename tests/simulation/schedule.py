@@ -16,7 +16,7 @@ import xxhash
 from async_rlhf.buffers.config import Fsync
 from async_rlhf.buffers.queue.bound import Bound
 from async_rlhf.buffers.spool.deposit import END
-from async_rlhf.buffers.weights import server
+from async_rlhf.buffers.weights import receiver, server
 from async_rlhf.buffers.weights import weight_set as weights
 from tests.simulation.actor_role import ActorRole
 from tests.simulation.ether import Ether
@@ -191,7 +191,8 @@ def run(seed: int, faults: Sequence[Fault] | None = None) -> Result:
     hub, relay, actors, learner = roles(world, seed, shape, observer, Pace())
     violation = None
     small = patch.object(weights, "CHUNK_BYTES", 60), patch.object(server, "_TURN_BYTES", 100)
-    with small[0], small[1], hub.machine.planted(), quiet_logs():
+    ahead = patch.object(receiver, "_CHUNKS_AHEAD", 2)  # fewer than a set or some deltas have
+    with small[0], small[1], ahead, hub.machine.planted(), quiet_logs():
         try:
             begin(world, hub, actors, shape.fed, shape.fed[-1][0] if shape.fed else None)
             if shape.relayed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,9 @@ from async_rlhf.buffers.config import WeightsConfig
 from async_rlhf.buffers.errors import DeadlineError, RefusedError
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.transport import keys, link
+from async_rlhf.buffers.weights import weight_set
 from async_rlhf.buffers.weights.shared import HAS_SEALS
+from async_rlhf.buffers.weights.store import Delta, WeightStore
 from tests.buffers.hub.place import DEADLINE_S, holds, until
 from tests.buffers.weights.fleet import WHOLE, Adopter, Fleet, Station
 
@@ -43,6 +46,28 @@ def test_the_hub_sends_a_set_and_a_delta_once_however_many_actors_adopt_them(hub
     hub.member("late", address=relay.address).adopt(1)
     assert hub.weights["served_bytes"] < 1.1 * WHOLE, "a late joiner is served by the relay"
     assert {"anna", "ben", "cleo"} <= set(hub.status()["actors"])
+
+
+@pytest.mark.parametrize("is_relayed", [False, True])
+def test_a_set_still_comes_when_its_delta_is_dropped_while_it_is_fetched(
+    hub: Fleet, relay: Station, is_relayed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the hub drops the oldest of too many, and a long delta is asked for in parts."""
+    monkeypatch.setattr(weight_set, "CHUNK_BYTES", 1024)
+    anna = hub.member("anna", address=relay.address if is_relayed else hub.address)
+    hub.publish(0)
+    anna.adopt(0)
+    find, served = WeightStore.delta, itertools.count()
+
+    def dropped(store: WeightStore, result: str) -> Delta:
+        if next(served) == 9:  # later than what comes with the manifest
+            store._deltas.clear()
+        return find(store, result)
+
+    monkeypatch.setattr(WeightStore, "delta", dropped)
+    hub.publish(1)
+    anna.adopt(1)
+    assert next(served) > 10 and hub.status()["refused"]["weights"] > 0
 
 
 # Memory that cannot be changed any more is Linux's (memfd seals); without it a relay sends chunks, which is tested above.
