@@ -1,10 +1,11 @@
-"""Makes the tiny model of images and text that ships with the project, and the drawings it is asked about, in a minute.
+"""Makes the tiny model of images and text that ships with the project, and the drawings it is asked about, in minutes.
 
     python -m async_rlhf.experiments.warm_start.make_namer [--out DIR] [--rows FILE]
 
-It is shown drawings with words that have nothing to do with them: it learns to answer with a colour and a shape, and not what
-it sees. That is left to reinforcement, which trains the part that sees too. Seeded: the same machine and library versions give
-the same weights. Called by hand; nothing imports it but tests.
+As in larger ones, its parts are made apart. What sees learns to tell drawings apart, by a classifier that is thrown away; what
+speaks learns to answer with a colour and a shape, by drawings that have nothing to do with them. Which word is for what is seen
+is left to reinforcement. Seeded: the same machine and library versions give the same weights. Called by hand; nothing imports
+it but tests.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ import torch
 import typer
 from PIL import Image, ImageDraw
 
+from async_rlhf.buffers.images.processor import ImageProcessor
+from async_rlhf.buffers.images.store import scratch
+from async_rlhf.buffers.images.tower import ImageTower, PromptPlace
 from async_rlhf.experiments.warm_start.make_model import WarmStart, descend
 
 if TYPE_CHECKING:
@@ -55,8 +59,8 @@ def draw(random: Random) -> Drawing:
     ground, fill = (
         tuple(min(255, max(0, each + random.randint(-20, 20))) for each in c) for c in ((235,) * 3, COLOURS[colour])
     )
-    size = random.randint(10, 16)
-    left, top = (random.randint(1, SIDE - size - 1) for _ in range(2))
+    size = random.randint(11, 15)
+    left, top = ((SIDE - size) // 2 + random.randint(-3, 3) for _ in range(2))
     right, low, third = left + size, top + size, size // 3
     image = Image.new("RGB", (SIDE, SIDE), ground)
     pen = ImageDraw.Draw(image)
@@ -137,48 +141,65 @@ def make_processor(out: Path) -> Any:
     (out / "processor_config.json").write_text(json.dumps({"image_seq_len": (SIDE // PATCH // 2) ** 2}) + "\n")
 
 
+def see(tower: ImageTower, config: WarmStart, random: Random) -> Iterator[tuple[int, float]]:
+    """Train what reads images to tell colours and shapes apart; gives the number of updates done, and the loss."""
+    answers = [f"{colour} {shape}" for colour in COLOURS for shape in SHAPES]
+    classifier = torch.nn.Linear((SIDE // PATCH // 2) ** 2 * WIDTH, len(answers))
+
+    def loss_of(_: int) -> torch.Tensor:
+        drawings = [draw(random) for _ in range(config.batch)]
+        images = tuple(scratch().add(each.png) for each in drawings)
+        arrays = {name: torch.from_numpy(each) for name, each in tower.processor.inputs(images).items()}
+        vectors = tower.model.get_image_features(**arrays, return_dict=True).pooler_output.flatten(1)
+        right = torch.tensor([answers.index(each.answer) for each in drawings])
+        return torch.nn.functional.cross_entropy(classifier(vectors), right)
+
+    yield from descend(torch.nn.ModuleList([tower.model, classifier]), config, loss_of)
+
+
+def speak(tower: ImageTower, config: WarmStart, random: Random) -> Iterator[tuple[int, float]]:
+    """Train what writes to say a colour and a shape, whatever it sees; gives the same."""
+    model, tokenizer = tower.model, make_tokenizer()
+    images = [(scratch().add(draw(random).png),) for _ in range(config.batch)]
+    parts = [{"type": "image", "image": images[0][0]}, {"type": "text", "text": QUESTION}]
+    prompt = tower.processor.encode([{"role": "user", "content": parts}], {}).ids
+
+    def loss_of(_: int) -> torch.Tensor:
+        said = [f"{random.choice([*COLOURS])} {random.choice(SHAPES)}" for _ in range(config.batch)]
+        ids = torch.tensor([[*prompt, *tokenizer(each)["input_ids"], tokenizer.eos_token_id] for each in said])
+        places = [PromptPlace(row, 0, tuple(prompt), random.choice(images)) for row in range(config.batch)]
+        hidden = model.get_decoder()(**tower.embedded(ids[:, :-1], places), use_cache=False).last_hidden_state
+        logits = model.get_output_embeddings()(hidden[:, len(prompt) - 1 :])
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, len(prompt) :].flatten())
+
+    yield from descend(torch.nn.ModuleList([model.get_decoder(), model.get_output_embeddings()]), config, loss_of)
+
+
 def main(
     out: Annotated[Path, typer.Option(help="Directory the model is written to.")] = Path("configs/models/tiny-namer"),
     to: Annotated[Path, typer.Option("--rows", help="File the drawings are written to.")] = Path(
         "configs/shapes/drawings.jsonl"
     ),
     count: Annotated[int, typer.Option(help="Drawings.")] = 1200,
-    updates: Annotated[int, typer.Option(help="Of 64 answers each.")] = 200,
+    seen: Annotated[int, typer.Option(help="Updates of what sees, of 64 drawings each.")] = 1500,
+    said: Annotated[int, typer.Option(help="Updates of what speaks, of 64 answers each.")] = 200,
 ) -> None:
     """Make the tiny namer and its drawings, and write them."""
-    from async_rlhf.buffers.images.processor import ImageProcessor
-    from async_rlhf.buffers.images.store import scratch
-    from async_rlhf.buffers.images.tower import ImageTower, PromptPlace
-
-    config = WarmStart(batch=64, updates=updates, warmup=20, threads=1)
-    torch.set_num_threads(config.threads)
-    tokenizer = make_tokenizer()
-    model = make_model(tokenizer, config.seed)
+    torch.set_num_threads(1)
+    tokenizer, random = make_tokenizer(), Random(0)
+    model = make_model(tokenizer, 0)
     out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     make_processor(out)
-    tower, random = ImageTower(model, ImageProcessor(out, scratch()), trains=True), Random(config.seed)
-    drawn = [draw(random).png for _ in range(config.batch)]
-    digests = [scratch().add(png) for png in drawn]
-    message = {"role": "user", "content": [{"type": "image", "image": digests[0]}, {"type": "text", "text": QUESTION}]}
-    prompt = tower.processor.encode([message], {}).ids
-
-    def loss_of(_: int) -> torch.Tensor:
-        said = [f"{random.choice([*COLOURS])} {random.choice(SHAPES)}" for _ in range(config.batch)]
-        ids = torch.tensor([[*prompt, *tokenizer(each)["input_ids"], tokenizer.eos_token_id] for each in said])
-        seen = (random.choice(digests),)
-        places = [PromptPlace(row, 0, tuple(prompt), seen) for row in range(config.batch)]
-        hidden = model.get_decoder()(**tower.embedded(ids[:, :-1], places), use_cache=False).last_hidden_state
-        logits = model.get_output_embeddings()(hidden[:, len(prompt) - 1 :])
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, len(prompt) :].flatten())
-
-    for done, loss in descend(model, config, loss_of):
-        if done % 50 == 0:
-            typer.echo(f"{done:>6}/{config.updates} updates  loss {loss:.3f}")
+    tower = ImageTower(model, ImageProcessor(out, scratch()))
+    for what, part, updates in (("sees", see, seen), ("speaks", speak, said)):
+        for done, loss in part(tower, WarmStart(batch=64, updates=updates, warmup=20), random):
+            if done % 100 == 0:
+                typer.echo(f"{what}  {done:>6}/{updates} updates  loss {loss:.3f}")
     model.save_pretrained(out)
     to.parent.mkdir(parents=True, exist_ok=True)
-    to.write_text("".join(json.dumps(row) + "\n" for row in rows(count, config.seed + 1)))
+    to.write_text("".join(json.dumps(row) + "\n" for row in rows(count, seed=1)))
     typer.echo(f"wrote {out} ({sum(p.numel() for p in model.parameters()):,} parameters) and {to}")
 
 
