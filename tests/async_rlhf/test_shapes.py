@@ -57,7 +57,7 @@ def told(tmp_path: Path, **overrides: Any) -> str:
         ),
         ({"learner.compile": True}, "prompts have images, with learner.compile = true, which is for text"),
         ({"model": str(SPELLER)}, "reads no images, and rows have some"),
-        ({"generation.max_prompt_length": 10}, "prompt 0 has 16 tokens (1200 prompts are too long)"),
+        ({"generation.max_prompt_length": 10}, "prompt 0 has 11 tokens (1200 prompts are too long)"),
     ],
 )
 def test_what_cannot_read_images_is_refused_before_the_run(overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -86,7 +86,13 @@ def test_prompts_too_long_with_their_images_are_left_out(tmp_path: Path) -> None
     for row in rows[::2]:
         row["image"] = [row["image"]] * 3
     (file := tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own = {**FEW, "data.source": str(file), "data.on_overlong": "drop", "output_dir": str(tmp_path / "runs")}
+    own = {
+        **FEW,
+        "data.source": str(file),
+        "data.on_overlong": "drop",
+        "generation.max_prompt_length": 20,
+        "output_dir": str(tmp_path / "runs"),
+    }
     printed = output_of(0, "check", SHAPES, *sets(own))
     assert "20 prompts are left out: they are too long" in printed
 
