@@ -51,7 +51,8 @@ class ImageProcessor:
         self._processor = _processor(directory)
         self._tokenizer = self._processor.tokenizer
         config = from_pretrained(AutoConfig, directory)
-        self.place_id = int(getattr(config, "image_token_id", None) or getattr(config, "image_token_index", -1))
+        named = getattr(config, "image_token_id", None)
+        self.place_id = int(getattr(config, "image_token_index", -1) if named is None else named)
         self.mark = str(self._processor.image_token)
         self._marks = {self.mark, str(self._tokenizer.convert_ids_to_tokens(self.place_id))}
         self._template = getattr(self._processor, "chat_template", None) or self._tokenizer.chat_template
@@ -211,7 +212,7 @@ def _processor(directory: Path) -> Any:
         given["image_processor"] = from_pretrained(AutoImageProcessor, directory, backend="pil")
         wanted = [given.get(name) for name in base.get_attributes()]
         with LOADING:
-            made = type(base.__name__, (base,), {"check_argument_for_proper_class": lambda self, name, argument: None})
+            made: Any = type(base.__name__, (base,), {"check_argument_for_proper_class": lambda self, name, argument: None})
             described, _ = base.get_processor_dict(directory, local_files_only=True)
             return made.from_args_and_dict(wanted, described)
     except (KeyError, ImportError, OSError, ValueError, TypeError, AttributeError) as error:
