@@ -51,8 +51,10 @@ class ImageProcessor:
         self._processor = _processor(directory)
         self._tokenizer = self._processor.tokenizer
         config = from_pretrained(AutoConfig, directory)
-        self.place_id = int(getattr(config, "image_token_id", None) or getattr(config, "image_token_index", -1))
-        self._marks = {self._processor.image_token, str(self._tokenizer.convert_ids_to_tokens(self.place_id))}
+        named = getattr(config, "image_token_id", None)
+        self.place_id = int(getattr(config, "image_token_index", -1) if named is None else named)
+        self.mark = str(self._processor.image_token)
+        self._marks = {self.mark, str(self._tokenizer.convert_ids_to_tokens(self.place_id))}
         self._template = getattr(self._processor, "chat_template", None) or self._tokenizer.chat_template
         self._cache: OrderedDict[tuple[str, ...], Arrays] = OrderedDict()
         self._expansions: dict[tuple[tuple[int, int], ...], int] = {}
@@ -78,7 +80,7 @@ class ImageProcessor:
     def inputs(self, images: tuple[str, ...]) -> Arrays:
         """What the model's tower takes for the images of a prompt. Raises DamagedError."""
         if images not in self._cache:
-            self._processed(self._processor.image_token * len(images), images)
+            self._processed(self.mark * len(images), images)
         self._cache.move_to_end(images)
         return self._cache[images]
 
@@ -114,9 +116,9 @@ class ImageProcessor:
             )
         except Exception as error:  # a template is a program
             raise ConfigError(f"the model's chat template refuses {str(messages)[:80]}: {error}") from error
-        if (places := text.count(self._processor.image_token)) != len(images):
+        if (places := text.count(self.mark)) != len(images):
             raise ConfigError(
-                f"the model's chat template writes {places} places ({self._processor.image_token!r}) for {len(images)} images; "
+                f"the model's chat template writes {places} places ({self.mark!r}) for {len(images)} images; "
                 "use the template of a model that reads images (chat_template.jinja)"
             )
         return text, images
@@ -126,7 +128,7 @@ class ImageProcessor:
         found = self._call(text, opened or list(map(self._store.open, images)))
         ids = [int(each) for each in np.asarray(found["input_ids"]).reshape(-1)]
         self._keep(images, {name: np.asarray(each) for name, each in found.items() if name not in _OF_TEXT})
-        if ids[-1] == self.place_id and text != self._processor.image_token * len(images):
+        if ids[-1] == self.place_id and text != self.mark * len(images):
             raise ConfigError(f"a prompt ends with an image, and text must follow it; it begins {text[:60]!r}")
         return ids
 
@@ -153,7 +155,7 @@ class ImageProcessor:
         if sizes not in self._expansions:
             from PIL import Image
 
-            text = self._processor.image_token * len(sizes)
+            text = self.mark * len(sizes)
             ids = np.asarray(self._call(text, [Image.new("RGB", size) for size in sizes])["input_ids"]).size
             self._expansions[sizes] = int(ids) - len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         return self._expansions[sizes]
@@ -210,7 +212,7 @@ def _processor(directory: Path) -> Any:
         given["image_processor"] = from_pretrained(AutoImageProcessor, directory, backend="pil")
         wanted = [given.get(name) for name in base.get_attributes()]
         with LOADING:
-            made = type(base.__name__, (base,), {"check_argument_for_proper_class": lambda self, name, argument: None})
+            made: Any = type(base.__name__, (base,), {"check_argument_for_proper_class": lambda self, name, argument: None})
             described, _ = base.get_processor_dict(directory, local_files_only=True)
             return made.from_args_and_dict(wanted, described)
     except (KeyError, ImportError, OSError, ValueError, TypeError, AttributeError) as error:

@@ -192,3 +192,46 @@ def test_a_prompt_that_was_prepared_otherwise_is_refused(learning: Callable[[str
     )
     with pytest.raises(RecordError, match="has 0 places of images, and its images fill 8"):
         own.backend().step([make_rows([fewer], [[1.0, -1.0, 0.5]])], 0)
+
+
+def test_a_sampled_token_of_an_image_is_a_token_as_any_other(learning: Callable[[str], Learning]) -> None:
+    own = learning("qwen3_vl")
+    policy, group, place = own.policy(), own.group(0, own.images[0]), own.processor.place_id
+    twin = 20
+    with torch.no_grad():
+        policy.model.get_input_embeddings().weight[place] = policy.model.get_input_embeddings().weight[twin]
+    found = []
+    for token in (place, twin):
+        texts = [np.array([5, token, token, 6, 7], np.int32), np.array([token, 9], np.int32)]
+        rollouts = tuple(Rollout(ids, np.full(len(ids), -2.0, np.float32), (Span(0, len(ids)),), "stop") for ids in texts)
+        rows = make_rows([Group(0, 0, group.prompt_ids, rollouts, Sampling(), images=group.images)], [[1.0, 1.0]])
+        (batch,) = make_micro_batches(rows, Packing(1 << 20, policy.sharing))
+        with torch.no_grad():
+            found.append(policy(batch).logp_N[batch.target_N != token])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "llava_onevision"])
+def test_the_gradient_of_a_tower_that_trains_is_that_of_plain_passes(learning: Callable[[str], Learning], family: str) -> None:
+    own = learning(family)
+    policy, group = own.policy(), own.group(2, *own.images[:2])
+    tower = policy.images
+    assert tower is not None
+    tower.trains = True
+    policy.sharing = policy.sharings[0]
+    (batch,) = make_micro_batches(make_rows([group], [[1.0, 1.0, 1.0]]), Packing(1 << 20, policy.sharing))
+    named = tower_parameters(policy.model)
+    learnt = torch.autograd.grad(policy(batch).logp_N.sum(), list(named.values()), allow_unused=True)
+    plain = torch.zeros(())
+    for rollout in group.rollouts:
+        ids = torch.tensor([*group.prompt_ids.tolist(), *rollout.completion_ids.tolist()])
+        logits = ImageTower.plain.__wrapped__(tower, ids[:-1].tolist(), len(group.prompt_ids), group.images)
+        logp = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
+        plain = plain + logp[len(group.prompt_ids) - 1 :].sum()
+    for name, one, other in zip(
+        named, learnt, torch.autograd.grad(plain, list(named.values()), allow_unused=True), strict=True
+    ):
+        assert (one is None) == (other is None), name
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4, msg=name)
+    assert sum(each is not None for each in learnt) > 10

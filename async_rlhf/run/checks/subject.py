@@ -82,7 +82,9 @@ class Subject:
 
     @cached_property
     def lengths(self) -> PromptLengths:
-        found = self.tokenizer.lengths(self.texts, self.are_chats[: len(self.texts)], self.limit[0])
+        places = "" if self.images is None else self.images.mark  # which are no text
+        texts = [text.replace(places, "") if places else text for text in self.texts]
+        found = self.tokenizer.lengths(texts, self.are_chats[: len(texts)], self.limit[0])
         if self.images is None:
             return found
         return images.with_images(found, self.all_rows, self.config.data.row_template, self.images, self.limit[0])

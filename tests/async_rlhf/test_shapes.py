@@ -1,0 +1,113 @@
+"""A run whose prompts have images, from its rows to a checkpoint; and what is refused before one begins."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from async_rlhf import api
+from async_rlhf.buffers.images.store import ImageStore, scratch
+from async_rlhf.launch.exit_codes import CONFIGURATION
+from async_rlhf.run.loading import load
+from tests.conftest import QUICK, SPELLER, output_of, sets
+
+SHAPES = QUICK.parent / "shapes.toml"
+NAMER = QUICK.parent / "models" / "tiny-namer"
+FEW: dict[str, Any] = {
+    "max_steps": 4, "data.held_out": 8, "generation.group_size": 4, "engine.slots": 16, "learner.batch_size": 16,
+    "checkpoint.save_every": 2, "evaluation.at_start": False, "stall_timeout_s": 240.0, "queue.lease_s": 5.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("on_update", ["keep", "interrupt"])
+def test_a_run_learns_from_images_and_its_checkpoint_reads_them(on_update: str, tmp_path: Path) -> None:
+    trains = on_update == "interrupt"
+    own = {"output_dir": str(tmp_path), "generation.on_update": on_update, "learner.train_vision": trains, "loss.kl_coef": 0.01}
+    config = load(SHAPES, {**FEW, **own, "scoring.stages.reference.placement": "learner"})
+    result = api.train(config, quiet=True)
+    assert len(result.metrics) == 4 and result.checkpoint is not None
+    for record in result.metrics:
+        assert record["mismatch/abs_log_ratio"] is None or record["mismatch/abs_log_ratio"] < 1e-5
+    before, after = (load_file(path / "model.safetensors") for path in (NAMER, result.checkpoint))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert any("vision_model" in name for name in changed) == trains and any("text_model" in name for name in changed)
+    assert (result.checkpoint / "preprocessor_config.json").is_file()
+    run = json.loads((tmp_path / "shapes" / "evaluations.jsonl").read_text().splitlines()[-1])
+    assert run["step"] == 4
+
+
+def told(tmp_path: Path, **overrides: Any) -> str:
+    own = {**FEW, "output_dir": str(tmp_path / "runs"), **overrides}
+    return " ".join(output_of(CONFIGURATION, "check", SHAPES, *sets(own)).split())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"engine.kind": "vllm"}, "with engine.kind = 'vllm'; only 'torch' reads images"),
+        (
+            {"engine.kv.policy": "window", "engine.kv.window": 8},
+            "with engine.kv.policy = 'window'; set engine.kv.policy = 'full'",
+        ),
+        ({"learner.compile": True}, "prompts have images, with learner.compile = true, which is for text"),
+        ({"model": str(SPELLER)}, "reads no images, and rows have some"),
+        ({"generation.max_prompt_length": 10}, "prompt 0 has 11 tokens (1200 prompts are too long)"),
+    ],
+)
+def test_what_cannot_read_images_is_refused_before_the_run(overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
+    assert message in told(tmp_path, **overrides)
+
+
+def changed_model(tmp_path: Path, *without: str, template: str | None = None) -> str:
+    model = shutil.copytree(NAMER, tmp_path / "model", ignore=shutil.ignore_patterns(*without))
+    if template is not None:
+        (model / "chat_template.jinja").write_text(template)
+    return str(model)
+
+
+def test_a_model_directory_that_cannot_prepare_images_is_refused_before_the_run(tmp_path: Path) -> None:
+    model = changed_model(tmp_path, "preprocessor_config.json", "processor_config.json")
+    assert "has no preprocessor_config.json, by which images are prepared" in told(tmp_path, model=model)
+
+
+def test_a_template_without_places_is_refused_before_the_run(tmp_path: Path) -> None:
+    model = changed_model(tmp_path, template="{% for m in messages %}{{ m['role'] }}{% endfor %}?")
+    assert "the model's chat template writes 0 places ('<image>') for 1 images" in told(tmp_path, model=model)
+
+
+def test_prompts_too_long_with_their_images_are_left_out(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (QUICK.parent / "shapes" / "drawings.jsonl").read_text().splitlines()[:40]]
+    for row in rows[::2]:
+        row["image"] = [row["image"]] * 3
+    (file := tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = {
+        **FEW,
+        "data.source": str(file),
+        "data.on_overlong": "drop",
+        "generation.max_prompt_length": 20,
+        "output_dir": str(tmp_path / "runs"),
+    }
+    printed = output_of(0, "check", SHAPES, *sets(own))
+    assert "20 prompts are left out: they are too long" in printed
+
+
+def test_the_deep_check_holds_engine_and_learner_to_made_up_images() -> None:
+    printed = output_of(0, "check", SHAPES, "--deep")
+    assert "images: engine and learner give the log-probabilities of plain passes behind two made-up ones." in printed
+
+
+def test_a_run_is_resumed_with_the_images_that_it_keeps(tmp_path: Path) -> None:
+    config = load(SHAPES, {**FEW, "output_dir": str(tmp_path), "max_steps": 2})
+    api.train(config, quiet=True)
+    kept = ImageStore(tmp_path / "shapes" / "data" / "images")
+    assert len([*kept]) == 1200
+    for digest in scratch():
+        scratch().path(digest).unlink()
+    result = api.train(load(SHAPES, {**FEW, "output_dir": str(tmp_path), "max_steps": 3}), quiet=True, resume=True)
+    assert [record["step"] for record in result.metrics][-1] == 3
