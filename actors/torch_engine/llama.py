@@ -66,14 +66,15 @@ class Product:
     @torch.no_grad()
     def __init__(self, *weights: torch.Tensor, few: int = _FEW) -> None:
         joined = torch.cat(weights)
-        self._dtype, self._few = joined.dtype, few
+        self.dtype, self._few = joined.dtype, few
+        self.shape = joined.shape
         is_small = joined.dtype == torch.float32 and joined.numel() < _SMALL and few > 0
         self._packed = torch.ops.mkldnn._reorder_linear_weight(joined) if can_pack(joined.dtype) else None
         self._plain = joined if is_small or self._packed is None else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """float32 [S, in] -> float32 [S, out], fresh memory."""
-        x = x.to(self._dtype)
+        x = x.to(self.dtype)
         if self._plain is not None and (self._packed is None or len(x) <= self._few):
             return F.linear(x, self._plain).float()
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")

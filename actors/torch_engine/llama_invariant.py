@@ -24,7 +24,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from async_rlhf.actors.torch_engine.cache import RowCache
 from async_rlhf.actors.torch_engine.chunks import additive, position_mask
-from async_rlhf.actors.torch_engine.llama import Attend, LlamaForward, can_serve
+from async_rlhf.actors.torch_engine.llama import Attend, LlamaForward, Product, can_serve
 from async_rlhf.actors.torch_engine.scheduler import PrefillChunk
 from async_rlhf.actors.torch_engine.segments import segments
 from async_rlhf.actors.torch_engine.shapes import MOST_COLUMNS, SAFE, Columns, Sizes, choose_columns
@@ -241,12 +241,12 @@ class InvariantLlamaForward(LlamaForward):
         angles = (torch.full((size, 1, self._width), part) for part in (0.6, 0.8))
         q, k, v = self._before(layer, x, *angles)
         self._after(layer, x, q.flatten(1))
-        return q, k, v, x
+        return q, k, v, x, *_cancelling(size, layer.qkv, layer.out, layer.gate_up, layer.down)
 
     def _try_output(self, size: int) -> tuple[torch.Tensor, ...]:
         x, layer = self._any_token.repeat(size, 1), self._layers[len(self._layers) - 1]
         self._after(layer, x, x.repeat(1, self._num_heads)[:, : self._num_heads * self._width].contiguous())
-        return x, self._head(self._normed(x, self._norm))
+        return x, self._head(self._normed(x, self._norm)), *_cancelling(size, layer.out, layer.gate_up, layer.down, self._head)
 
     def _try_columns(
         self, size: int, keys: torch.Tensor, values: torch.Tensor, columns: Columns, num_columns: int, num_visible: int
@@ -267,6 +267,20 @@ class InvariantLlamaForward(LlamaForward):
 
 def _random(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _cancelling(size: int, *products: Product) -> Iterator[torch.Tensor]:
+    """[size, out] of each: equal items through one of its shape and type whose exact answers are 0. What is left are the errors
+    of its sums: beside an answer of 16 bits they are seldom seen, so that real weights would have to be tried for long."""
+    for product in products:
+        (rows, summed), dtype = product.shape, product.dtype
+        if dtype == torch.float32:
+            continue
+        order = torch.randperm(summed, generator=torch.Generator().manual_seed(5))
+        w, x = (_random(seed, count, summed // 2).to(dtype) for seed, count in ((3, min(rows, 64)), (4, 1)))
+        rest = w.new_zeros(len(w), summed % 2)
+        weights = torch.cat((w, -w, rest), 1)[:, order].repeat(-(-rows // len(w)), 1)[:rows]
+        yield Product(weights, few=0)(torch.cat((x, x, rest[:1]), 1)[:, order].expand(size, -1))
 
 
 def _split(part: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:

@@ -1,7 +1,7 @@
 """Libraries of processors that are not here: products below torch that add in another order by a rule of their own.
 
-A product is split along what it sums over, at a place that the rule chooses; both parts are exact but for the last rounding,
-whatever processor the test runs on.
+A product is split along what it sums over, at places that the rule chooses; the three parts are exact but for the last
+rounding, whatever processor the test runs on.
 """
 
 from __future__ import annotations
@@ -63,10 +63,11 @@ class Products(TorchDispatchMode):
         self.num_products += 1
         summed, rows = a.shape[-1], torch.arange(a.shape[-2])
         decided = self._rule((*a.shape[:-1], b.shape[-1]), summed, rows)
-        first = torch.arange(summed) < (decided % max(1, summed - 1) + 1)[:, None]
-        exact = (a.double() * first, a.double() * ~first)
-        parts = [(part @ b.double()).to(torch.promote_types(a.dtype, torch.float32)) for part in exact]
-        return (parts[0] + parts[1]).to(a.dtype)
+        cut = (decided % max(1, summed - 1) + 1)[:, None]
+        place = torch.arange(summed)
+        chosen = (place < cut // 2, (place >= cut // 2) & (place < cut), place >= cut)
+        parts = [((a.double() * part) @ b.double()).to(torch.promote_types(a.dtype, torch.float32)) for part in chosen]
+        return (parts[0] + parts[1] + parts[2]).to(a.dtype)
 
 
 @contextmanager

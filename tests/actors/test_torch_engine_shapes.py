@@ -10,6 +10,7 @@ import torch
 
 from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.torch_engine.engine import TorchEngine
+from async_rlhf.actors.torch_engine.llama_invariant import InvariantLlamaForward
 from async_rlhf.actors.torch_engine.model_check import check_engine
 from async_rlhf.actors.torch_engine.shapes import Attended, Columns, Sizes
 from async_rlhf.buffers.sampling import Sampling
@@ -53,6 +54,15 @@ def test_shapes_that_were_not_compared_are_found(
     monkeypatch.setattr(f"async_rlhf.actors.torch_engine.{place}", planted)
     with strange_products("borders"):
         assert differing("grouped-query", torch.float32, 1, True, monkeypatch)[0] > 0
+
+
+def test_a_shape_that_rounds_otherwise_is_found_where_answers_of_16_bits_hide_it() -> None:
+    with strange_products("borders"):
+        engine = TorchEngine(make_model("many inputs", torch.bfloat16), slots=1, max_length=MAX_LENGTH, batch_invariant=True)
+        forward = engine._forward
+        assert isinstance(forward, InvariantLlamaForward)
+        for sizes in (forward._layer_sizes, forward._output_sizes):
+            assert not sizes.holds(1) and sizes.holds(2), "the library adds up a single row in another order"
 
 
 def test_long_rows_are_the_models_in_blocks_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
