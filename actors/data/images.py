@@ -33,7 +33,7 @@ Read = Callable[[Any], str]
 """An image in any form to its digest. Raises ValueError."""
 
 
-class ImageReader:
+class ImageLoader:
     """Adds images to a store. folder: from which paths are seen. add: as of `ImageStore`."""
 
     def __init__(self, folder: Path, add: Callable[[bytes], str]) -> None:
@@ -49,7 +49,7 @@ class ImageReader:
         except ValueError as error:
             raise ValueError(f"{given[:60]!r}: {error}") from error
         except OSError as error:
-            raise ValueError(f"{given[:60]!r} cannot be kept: {error}") from error
+            raise ValueError(f"{given[:60]!r} cannot be kept: {error}; TMPDIR names a directory with room") from error
 
     def _from_path(self, given: str) -> bytes:
         if re.match(r"(https?|s3|gs|hf)://", given):
@@ -95,7 +95,7 @@ def with_images(prompt: Any, columns: dict[str, Any], read: Read) -> Any:
 
     Raises ValueError: which image, what is wrong.
     """
-    given = _of_columns(columns)
+    given = taken_images(columns)
     if not given and not has_images(prompt, columns):
         return prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [_copied(each) for each in prompt]
@@ -122,7 +122,8 @@ def with_images(prompt: Any, columns: dict[str, Any], read: Read) -> Any:
     return messages
 
 
-def _of_columns(columns: dict[str, Any]) -> list[Any]:
+def taken_images(columns: dict[str, Any]) -> list[Any]:
+    """Takes the images out of the columns of a row. Raises ValueError where two have some."""
     found = {name: value for name in COLUMNS if (value := columns.pop(name, None))}
     if len(found) > 1:
         raise ValueError("it has the columns 'images' and 'image'; give one of them")

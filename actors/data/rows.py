@@ -15,7 +15,7 @@ from typing import Any
 from async_rlhf.actors.chat import chat_of
 from async_rlhf.actors.data.config import CALLER_ROWS, HELD_OUT_SEED, SPOOL_PREFIX, TASK_PREFIX, DataConfig, MixedSource, Source
 from async_rlhf.actors.data.files import Located, plain, read_file
-from async_rlhf.actors.data.images import COLUMNS, ImageReader, Read, has_images, with_images
+from async_rlhf.actors.data.images import COLUMNS, ImageLoader, Read, has_images, with_images
 from async_rlhf.actors.data.tasks import task_rows
 from async_rlhf.actors.prompts import Row, RowSequence
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
@@ -133,7 +133,7 @@ def _rows(source: Source, config: DataConfig, given: Iterable[Any] | None) -> tu
     if source.options:
         raise ConfigError(f"data.options are for {TASK_PREFIX}<task>; {source.source} is a file, remove them")
     with _uncollected():
-        read = ImageReader(_folder(source), lambda data: scratch().add(data))
+        read = ImageLoader(_folder(source), lambda data: scratch().add(data))
         rows = [row_of(where, value, source.columns, read) for where, value in _located(source, given)]
     if not rows:
         raise ConfigError(f"data.source {source.source!r} has no rows; it needs one object with a column 'prompt' at least")

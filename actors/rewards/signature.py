@@ -100,9 +100,8 @@ class Signature:
 
     @property
     def image_names(self) -> frozenset[str]:
-        """By which names it takes the images of its prompts: `images` if it takes every column."""
-        named = frozenset({IMAGES, IMAGE}.intersection(self.required + self.optional))
-        return named | {IMAGES} if self.any_column else named
+        """By which of its parameters it takes the images of its prompts."""
+        return frozenset({IMAGES, IMAGE}.intersection(self.required + self.optional))
 
     def arguments(self, members: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> dict[str, Any]:
         """The keyword arguments of one call. members: the fields of each completion it is about, one for form "one"."""

@@ -23,8 +23,9 @@ from async_rlhf.actors.engine import Partial
 from async_rlhf.actors.prompts import PLAIN, Row, Template
 from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec
 from async_rlhf.actors.rewards.signature import IMAGES
-from async_rlhf.actors.scoring.images import is_elsewhere, with_paths
+from async_rlhf.actors.scoring.images import with_paths
 from async_rlhf.actors.scoring.places import RewardPlaces
+from async_rlhf.actors.scoring.remote import is_elsewhere
 from async_rlhf.actors.scoring.reward_queue import ScoringTask
 from async_rlhf.actors.scoring.reward_worker import Answers
 from async_rlhf.buffers import failures
@@ -328,10 +329,10 @@ def fields_of(
 
 
 def usable(spec: RewardSpec, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields a reward can use: only those travel to it, and no images to another machine."""
+    """The fields a reward can use: only those travel to it, and that there are images to another machine, but not they."""
     if spec.fields is None:
-        unseen = OURS | ({IMAGES} if is_elsewhere(spec) else frozenset())
-        return {name: value for name, value in fields.items() if name not in unseen}
+        unsent = {IMAGES: None} if IMAGES in fields and is_elsewhere(spec) else {}
+        return {name: value for name, value in fields.items() if name not in OURS} | unsent
     return {name: fields[name] for name in spec.fields if name in fields}
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from async_rlhf.actors.rewards import reward
+from async_rlhf.actors.rewards import RewardSpec, reward
 from async_rlhf.actors.scoring.reward_worker import Answers, RewardCall
+from async_rlhf.actors.workers import CALLER
 from async_rlhf.actors.workers.messages import SERVED, STAGES, Leave, SessionStep, Show, Stepped, to_answers
 from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.score import Score
+from async_rlhf.buffers.weights.shared import is_local
 
 
 class RemoteRewards:
@@ -50,6 +52,12 @@ class RemoteRewards:
 
     def ends(self, result: Answers) -> bool:
         return True
+
+
+def is_elsewhere(spec: RewardSpec) -> bool:
+    """Whether its calls go to a server on another machine."""
+    address = str(spec.options.get("address", ""))
+    return spec.target == "remote" and not (is_local(address) or address.startswith(CALLER))
 
 
 @reward(retries=3, timeout_s=30.0)

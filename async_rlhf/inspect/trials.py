@@ -14,18 +14,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from async_rlhf.actors.chat import images_of
 from async_rlhf.actors.config import RewardsConfig, ScoringConfig
+from async_rlhf.actors.data.images import ImageLoader, as_text, has_images, taken_images, with_images
 from async_rlhf.actors.environments.rendering import as_messages
 from async_rlhf.actors.prompts import Row
-from async_rlhf.actors.rewards.signature import IMAGES
+from async_rlhf.actors.rewards.signature import IMAGE, IMAGES
 from async_rlhf.actors.scoring.pool import GroupMember, Scored, ScoringInterval, ScoringPool
 from async_rlhf.buffers.errors import ConfigError, DeadlineError, RewardError
+from async_rlhf.buffers.images.store import scratch
 from async_rlhf.buffers.parsing import json_value
 from async_rlhf.buffers.record import source_of
 from async_rlhf.buffers.score import Score
@@ -111,7 +115,8 @@ def try_rewards(
     names = [reward if isinstance(reward, str) else next(named) for reward in several]
     config: RewardsConfig = section("rewards", {**settings, "functions": names})
     running: ScoringConfig = section("scoring", scoring or {})
-    groups = _groups(_objects(data), limit)
+    folder = Path(data).parent if isinstance(data, str | Path) else Path()
+    groups = _groups(_objects(data), limit, partial(_seen, folder))
     members = [member for group in groups for member in group]
     columns = set.intersection(*map(set, members))
     functions, of_own = specs_of(callables, config, running.stages, [Row("", member) for member in members])
@@ -225,16 +230,18 @@ def _of_run(path: Path) -> list[Mapping[str, Any]]:
     from async_rlhf.run.reading import Reading
     from async_rlhf.run.run_dir import RunDir
 
+    run = RunDir.existing(path)
     return [
         {
             **group["columns"],
+            **({IMAGES: [str(run.images.path(digest)) for digest in group[IMAGES]]} if group.get(IMAGES) else {}),
             "prompt": group["prompt"],
             "completions": [rollout["text"] for rollout in group["rollouts"]],
             "completion_ids": [rollout["tokens"] for rollout in group["rollouts"]],
             "finish_reason": [rollout["finish_reason"] for rollout in group["rollouts"]],
             **_sampled([rollout.get("spans", ()) for rollout in group["rollouts"]]),
         }
-        for group in Reading(RunDir.existing(path)).groups()
+        for group in Reading(run).groups()
     ]
 
 
@@ -245,7 +252,26 @@ def _sampled(spans: Sequence[Sequence[Sequence[int | None]]]) -> dict[str, list[
     return {"sampled": [[version is not None for version, count in own for _ in range(count or 0)] for own in spans]}
 
 
-def _groups(objects: Sequence[Mapping[str, Any]], limit: int | None) -> list[list[dict[str, Any]]]:
+def _seen(folder: Path, number: int, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An object whose images, given as in rows of data, are put into the store of this process."""
+    columns = dict(given)
+    if not has_images(prompt := columns.get("prompt", ""), columns):
+        return given
+    load = ImageLoader(folder, lambda data: scratch().add(data))
+    try:
+        if isinstance(prompt, str):  # what was trained on is written out, with its places
+            found = [load(as_text(each)) for each in taken_images(columns)]
+        else:
+            columns["prompt"] = with_images(as_text(prompt), columns, load)
+            found = [*images_of(columns["prompt"])]
+    except ValueError as error:
+        raise ConfigError(f"object {number} of the data: {error}") from error
+    return {**columns, IMAGES: found, **({IMAGE: found[0]} if len(found) == 1 else {})}
+
+
+def _groups(
+    objects: Sequence[Mapping[str, Any]], limit: int | None, seen: Callable[[int, Mapping[str, Any]], Mapping[str, Any]]
+) -> list[list[dict[str, Any]]]:
     """The fields of each completion, those of one group together; cut after `limit` completions, between groups."""
     groups: list[list[dict[str, Any]]] = []
     for number, given in enumerate(objects):
@@ -255,7 +281,7 @@ def _groups(objects: Sequence[Mapping[str, Any]], limit: int | None) -> list[lis
             raise ConfigError(
                 f"object {number + 1} of the data has no 'completion' (or a list 'completions'); nothing to score"
             )
-        shared = {"prompt": "", "finish_reason": "stop", **given}
+        shared = {"prompt": "", "finish_reason": "stop", **seen(number + 1, given)}
         if "completion" in given:
             groups.append([shared])
             continue

@@ -71,8 +71,9 @@ class RunData:
 
     @property
     def images(self) -> ImageStore:
-        """The images of its rows: where rows are not kept, those that this process has loaded."""
-        return ImageStore(self._directory / "images") if self.is_kept else scratch()
+        """The images of its rows: where none are kept, those that this process has loaded."""
+        own = ImageStore(self._directory / "images")
+        return own if self.is_kept or own.directory.is_dir() else scratch()
 
     def is_from(self, given: Rows) -> bool:
         """Whether they are these, without those that were left out. Raises as `rows`."""

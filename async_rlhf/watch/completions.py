@@ -6,6 +6,7 @@ by one with the tokenizer of the newest checkpoint. Where they do not add up to 
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.actors.config import REFERENCE
-from async_rlhf.buffers.errors import AsyncRLHFError
+from async_rlhf.buffers.errors import AsyncRLHFError, DamagedError
+from async_rlhf.buffers.images.store import ImageStore
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.run.run_files import is_number
 
@@ -23,23 +25,32 @@ Decode = Callable[[Sequence[int]], Sequence[str]]
 
 MAX_CHARACTERS = 20_000
 """The longest shown prompt or completion."""
-_MAX_ROLLOUTS = 32
+_MAX_ROLLOUTS, _MAX_IMAGES = 32, 8
 _MAX_TOKENIZER_BYTES = 64 << 20
 
 
-def shown(sample: Mapping[str, Any], decode: Decode | None) -> dict[str, Any] | None:
-    """A line of `rollouts.jsonl` for the page; None when it is not as the learner writes it."""
+def shown(sample: Mapping[str, Any], decode: Decode | None, store: ImageStore | None = None) -> dict[str, Any] | None:
+    """A line of `rollouts.jsonl` for the page; None when it is not as the learner writes it. store: of the run's images."""
     try:
         return {
             "step": int(sample["step"]),
             "group": int(sample["group"]),
             "actor": str(sample.get("actor", "")),
             "prompt": str(sample["prompt"])[:MAX_CHARACTERS],
+            "images": [_image(str(digest)[:40], store) for digest in sample.get("images", ())[:_MAX_IMAGES]],
             "rollouts": [_rollout(rollout, decode) for rollout in sample["rollouts"][:_MAX_ROLLOUTS]],
             "more": max(0, len(sample["rollouts"]) - _MAX_ROLLOUTS),
         }
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError):
         return None
+
+
+def _image(digest: str, store: ImageStore | None) -> dict[str, str]:
+    """Its name, and a thumbnail as a data URL; empty where it is missing, or none."""
+    small = b""
+    with suppress(DamagedError):
+        small = b"" if store is None else store.thumbnail(digest)
+    return {"name": digest, "source": f"data:image/jpeg;base64,{base64.b64encode(small).decode()}" if small else ""}
 
 
 def pieces(
@@ -66,6 +77,9 @@ def group_lines(record: Mapping[str, Any], decode: Decode | None = None) -> str:
     taken_back = "  QUARANTINED: " + "; ".join(map(str, record["quarantined"])) if record.get("quarantined") else ""
     lines = [f"step {record['step']}  group {record['group']} (attempt {record['attempt']}, {record['actor']}){taken_back}"]
     lines += [f"  prompt: {record['prompt']!r}"]
+    for number, image in enumerate(record.get("images", ()), 1):
+        size = "missing" if image["size"] is None else "{} x {}".format(*image["size"])
+        lines += [f"  image {number}: {size}, {image['file']}"]
     for rollout in record["rollouts"]:
         scores = ", ".join(
             f"{name} failed: {score['failure']}" if score["failure"] else f"{name} {score['value']}"

@@ -84,7 +84,7 @@ class WatchedRun:
     def completions(self) -> list[dict[str, Any]]:
         """The newest sampled groups, newest first."""
         decode = decode_of(self.run)
-        found = [shown(sample, decode) for sample in reversed(self.files.samples.lines)]
+        found = [shown(sample, decode, self.run.images) for sample in reversed(self.files.samples.lines)]
         return [plain(group) for group in found if group is not None]
 
     def events(self, evaluations: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

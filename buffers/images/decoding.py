@@ -26,6 +26,7 @@ _TURNS = {
     7: _Turn.TRANSVERSE, 8: _Turn.ROTATE_90,
 }  # fmt: skip
 _SIDEWAYS = (_Turn.TRANSPOSE, _Turn.ROTATE_270, _Turn.TRANSVERSE, _Turn.ROTATE_90)
+_THUMBNAIL = 96
 _SIXTEEN_BITS = (1 << 16) - 1
 
 
@@ -33,15 +34,7 @@ def decoded(data: bytes) -> Image.Image:
     """The image in a file, mode RGB, loaded. Raises ValueError for what is none, or one that is refused."""
     if len(data) > MAX_BYTES:
         raise ValueError(f"it has {len(data):,} bytes, the limit is {MAX_BYTES:,}; make it smaller")
-    try:
-        image = _opened(BytesIO(data))
-        turn = _turn(image)
-        image.load()
-    except ValueError:
-        raise
-    except Exception as error:  # decoders raise what they like, SyntaxError and struct.error among it
-        raise ValueError(f"it cannot be decoded ({error}): is the file whole?") from error
-    return _rgb(image if turn is None else image.transpose(turn))
+    return _seen(_opened(BytesIO(data)))
 
 
 def size_of(file: BinaryIO) -> tuple[int, int]:
@@ -61,14 +54,28 @@ def digest_of(image: Image.Image) -> str:
 def encoded(image: Image.Image) -> bytes:
     """A file of an image that a program has. Raises ValueError as `decoded` does."""
     _check_size(image)
+    file = BytesIO()
+    _seen(image).save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def thumbnail(image: Image.Image) -> bytes:
+    """A JPEG of it, 96 pixels wide or high."""
+    small, file = image.copy(), BytesIO()
+    small.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    small.save(file, "JPEG", quality=70)
+    return file.getvalue()
+
+
+def _seen(image: Image.Image) -> Image.Image:
     try:
         turn = _turn(image)
-        seen = _rgb(image if turn is None else image.transpose(turn))
-    except (OSError, SyntaxError) as error:  # it is read from its own file only now
-        raise ValueError(f"it cannot be decoded ({error})") from error
-    file = BytesIO()
-    seen.save(file, "PNG", compress_level=1)
-    return file.getvalue()
+        image.load()
+    except Exception as error:  # decoders raise what they like, SyntaxError and struct.error among it
+        raise ValueError(f"it cannot be decoded ({error}): is the file whole?") from error
+    found = _rgb(image if turn is None else image.transpose(turn))
+    found.info = {}  # who saves it would write the orientation that was undone
+    return found
 
 
 def _opened(file: BinaryIO) -> Image.Image:
@@ -111,7 +118,7 @@ def _rgb(image: Image.Image) -> Image.Image:
         return Image.alpha_composite(Image.new("RGBA", above.size, "white"), above).convert("RGB")
     if image.mode in ("F", "LAB", "HSV"):
         raise ValueError(f"its pixels are of the kind {image.mode!r}; save it with 8 bits a channel, as RGB")
-    return _without_info(image if image.mode == "RGB" else image.convert("RGB"))
+    return image.convert("RGB")
 
 
 def _of_integers(image: Image.Image) -> Image.Image:
@@ -120,8 +127,3 @@ def _of_integers(image: Image.Image) -> Image.Image:
     if values.min() < 0 or values.max() > _SIXTEEN_BITS:
         raise ValueError(f"its pixels go from {values.min()} to {values.max()}; save it with 8 or 16 bits a channel")
     return Image.fromarray(((values * 255 + _SIXTEEN_BITS // 2) // _SIXTEEN_BITS).astype(np.uint8)).convert("RGB")
-
-
-def _without_info(image: Image.Image) -> Image.Image:
-    """Pixels alone: who writes them again would write the orientation that was undone."""
-    return Image.frombytes("RGB", image.size, image.tobytes())

@@ -15,17 +15,20 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 
 from PIL import Image
 
 from async_rlhf.buffers.errors import DamagedError
-from async_rlhf.buffers.images.decoding import MAX_BYTES, decoded, digest_of, size_of
+from async_rlhf.buffers.files import File, lock_directory
+from async_rlhf.buffers.images.decoding import MAX_BYTES, decoded, digest_of, size_of, thumbnail
 
 _DIGEST = re.compile("[0-9a-f]{32}")
-_RECENT = 4
+_SCRATCH = "async-rlhf-rows-"
+_RECENT, _THUMBNAILS = 4, 256
+_MOST_SHOWN = 16 << 20
 
 
 class ImageStore:
@@ -37,30 +40,24 @@ class ImageStore:
     def add(self, data: bytes) -> str:
         """Keep an image file; returns the digest. Raises ValueError as `decoded` does, OSError."""
         digest = digest_of(decoded(data))
-        if not (path := self.path(digest)).is_file():
-            self.directory.mkdir(parents=True, exist_ok=True)
-            temporary = _temporary(path)
-            try:
-                temporary.write_bytes(data)
-                temporary.replace(path)
-            except OSError:
-                temporary.unlink(missing_ok=True)
-                raise
+        self._put(digest, lambda path: path.write_bytes(data))
         return digest
 
     def take(self, digests: Iterable[str], source: ImageStore) -> None:
         """Keep those of another store. Raises OSError."""
         for digest in digests:
-            path, there = self.path(digest), source.path(digest)
-            if path.is_file():
-                continue
-            self.directory.mkdir(parents=True, exist_ok=True)
-            temporary = _temporary(path)
-            try:
-                os.link(there, temporary)
-            except OSError:  # another disk, or one without links
-                shutil.copyfile(there, temporary)
+            self._put(digest, functools.partial(_link, source.path(digest)))
+
+    def _put(self, digest: str, write: Callable[[Path], object]) -> None:
+        if (path := self.path(digest)).is_file():
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{digest}.{os.getpid()}-{threading.get_ident()}")
+        try:
+            write(temporary)
             temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def __iter__(self) -> Iterator[str]:
         """The digests of all."""
@@ -86,18 +83,33 @@ class ImageStore:
         except (OSError, ValueError) as error:
             raise _damaged(path, error) from error
 
+    def thumbnail(self, digest: str) -> bytes:
+        """A JPEG of at most 96 pixels a side. Raises DamagedError as `open`, and for one of more than 16 Mi pixels."""
+        path, (width, height) = self.path(digest), self.size(digest)
+        if width * height > _MOST_SHOWN:
+            raise _damaged(path, f"it is {width} x {height}, too large to be shown")
+        return _thumbnail(path)
+
 
 @functools.cache
 def scratch() -> ImageStore:
-    """The store of this process for images of rows that no run keeps yet; it is gone with the process."""
-    directory = tempfile.mkdtemp(prefix="async-rlhf-images-")
-    atexit.register(_remove, directory, os.getpid())
-    return ImageStore(Path(directory))
+    """The store of this process for images of rows that no run keeps yet; it is gone with the process, or with the next one
+    that has such a store."""
+    root = Path(tempfile.gettempdir())
+    for left in root.glob(f"{_SCRATCH}*"):
+        with suppress(OSError), closing(lock_directory(left)):  # of a process that was killed
+            shutil.rmtree(left)
+    new = Path(tempfile.mkdtemp(prefix=f".{_SCRATCH}"))
+    lock = lock_directory(new)
+    directory = new.rename(root / new.name[1:])  # no other process that starts finds it without its lock
+    atexit.register(_remove, directory, lock, os.getpid())
+    return ImageStore(directory)
 
 
-def _remove(directory: str, owner: int) -> None:
+def _remove(directory: Path, lock: File, owner: int) -> None:
     if os.getpid() == owner:  # and not a process that was forked from it
         shutil.rmtree(directory, ignore_errors=True)
+        lock.close()
 
 
 @functools.lru_cache(_RECENT)
@@ -112,11 +124,16 @@ def _recent(path: Path) -> Image.Image:
     return image
 
 
-def _temporary(path: Path) -> Path:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
-    with suppress(FileNotFoundError):
-        temporary.unlink()
-    return temporary
+@functools.lru_cache(_THUMBNAILS)
+def _thumbnail(path: Path) -> bytes:
+    return thumbnail(_recent(path))
+
+
+def _link(there: Path, path: Path) -> None:
+    try:
+        os.link(there, path)
+    except OSError:  # another disk, or one without links
+        shutil.copyfile(there, path)
 
 
 def _damaged(path: Path, what: object) -> DamagedError:

@@ -127,6 +127,31 @@ def test_images_stand_where_the_messages_have_places_for_them() -> None:
     assert row.prompt == [chat[0], *user(image(), text("What?")), *before[2:]], "the first message of the user"
 
 
+SAID = st.text(st.characters(codec="utf-8", exclude_characters="<"), min_size=1)
+TURNS = st.lists(st.tuples(st.booleans(), SAID), max_size=2)
+
+
+@given(TURNS, st.integers(0, 3), st.booleans())
+def test_images_of_a_column_stand_where_trl_puts_them(turns: list[tuple[bool, str]], count: int, places: bool) -> None:
+    from trl.data_utils import prepare_multimodal_messages
+
+    first: Any = [*[{"type": "image"}] * count, text("q")] if places else "q"
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": first}]
+    for with_user, said in turns:
+        chat.append({"role": "assistant", "content": said})
+        chat += [{"role": "user", "content": said}] * (with_user and not places)  # there TRL wants a place in each
+    theirs = prepare_multimodal_messages(chat, list(map(digest, range(count))))
+    (row,) = load([{"prompt": chat, "images": list(map(png, range(count)))}])
+    (plain,) = load([{"prompt": [{**each, "content": only_text(each["content"])} for each in theirs]}])
+    for ours, wanted, its in zip(row.prompt, plain.prompt, theirs, strict=True):
+        has_image = any(part["type"] == "image" for part in its["content"])
+        assert ours == (its if has_image else wanted)
+
+
+def only_text(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [part for part in parts if part["type"] == "text"]
+
+
 def test_a_row_without_images_stays_as_it_is() -> None:
     rows = [{"prompt": "<image> is a tag", "images": []}, {"prompt": user(text("a"), text("b")), "image": None}]
     assert load(rows) == [Row("<image> is a tag", {}), Row([{"role": "user", "content": "ab"}], {})]

@@ -14,8 +14,8 @@ from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.engine import Partial, RolloutKey
 from async_rlhf.actors.rewards import RewardSpec, resolve
-from async_rlhf.actors.scoring.images import is_elsewhere
 from async_rlhf.actors.scoring.pool import fields_of, usable
+from async_rlhf.actors.scoring.remote import is_elsewhere
 from async_rlhf.actors.scoring.server import ScoringServer
 from async_rlhf.actors.workers.messages import SessionStep
 from async_rlhf.buffers.images.decoding import encoded
@@ -47,7 +47,7 @@ async def waits(completion, images): return value(images[0])
 
 def columns(completion, **columns): return float(sorted(columns) == NAMES) + len(columns["images"])
 
-def optional(completion, images=()): return float(len(images))
+def optional(completion, images=(7,) * 7): return float(len(images))
 
 def draws(completion, images):
     found = value(images[0])
@@ -90,6 +90,12 @@ def test_each_form_of_reward_sees_the_images_of_its_own_prompt(judges: Path, sto
     assert {name: score.value for name, score in scores.items()} == {
         "trl": 17.0, "one": 17.0, "group": 10.0, "waits": 10.0, "optional": 2.0, "columns": 3.0,
     }  # fmt: skip
+
+
+def test_where_no_prompt_has_images_the_defaults_of_a_reward_hold(judges: Path) -> None:
+    with Bench(specs(judges, "optional", "one")) as bench:
+        (scores,) = bench.score("a")
+    assert (scores["optional"].value, scores["one"].value) == (7.0, 0.0), "what asks for them gets an empty list"
 
 
 def test_a_batch_has_a_list_for_each_completion_also_where_a_prompt_has_no_image(judges: Path, store: ImageStore) -> None:
@@ -136,7 +142,7 @@ def test_paths_travel_to_those_that_ask_and_pixels_to_none(judges: Path, store: 
         ["far=remote", "near=remote"], judges, {"far": {"address": "tcp://host:1"}, "near": {"address": "ipc:///tmp/near"}}
     )
     assert (is_elsewhere(far), is_elsewhere(near)) == (True, False)
-    assert "images" not in usable(far, fields) and usable(near, fields)["images"] == fields["images"]
+    assert usable(far, fields)["images"] is None and usable(near, fields)["images"] == fields["images"]
 
 
 def test_the_fields_of_a_row_with_images_have_their_digests() -> None:
@@ -170,4 +176,8 @@ def test_a_served_reward_opens_nothing_that_is_no_image_of_a_store(server: str, 
             peer.send(SessionStep(id=number, members=[{"completion": "a", "images": [path]}]))
         answered = {message.id: message.answers[0] for message in (peer.receive() for _ in range(4))}
     assert all(answered[number].value is None for number in range(3)) and answered[3].value == 6.0
+    with Peer(server) as peer:
+        peer.send(SessionStep(id=1, members=[{"completion": "a", "images": None}]))
+        failure = str(peer.receive().answers[0].failure)
+    assert "asks for 'images', and images go to no server on another machine" in failure
     assert "it was changed" in str(answered[0].failure) and "is no digest" in str(answered[1].failure)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from async_rlhf.actors.config import REFERENCE
 from async_rlhf.actors.prompts import Row
-from async_rlhf.actors.scoring.images import is_elsewhere
+from async_rlhf.actors.scoring.remote import is_elsewhere
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.record import SOURCE, source_of
 from async_rlhf.run.checks.subject import Subject

@@ -214,12 +214,13 @@ class RunView {
   }
 
   drawCompletions(groups) {
-    const shown = groups.map(({ step, group, actor, prompt, rollouts, more }) =>
+    const shown = groups.map(({ step, group, actor, prompt, images, rollouts, more }) =>
       el(
         "div",
         { class: "group" },
         el("div", { class: "pale" }, `step ${step}, group ${group}, ${actor}${more ? `, ${more} more completions` : ""}`),
         el("div", { class: "text prompt" }, prompt),
+        ...images.map(({ name, source }) => (source ? el("img", { src: source, alt: name, title: name }) : el("div", { class: "pale" }, `image ${name}`))),
         ...rollouts.map(rollout),
       ),
     );

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 from io import BytesIO
@@ -17,6 +20,7 @@ from PIL import Image
 from async_rlhf.buffers.errors import DamagedError
 from async_rlhf.buffers.images.decoding import decoded, digest_of, encoded
 from async_rlhf.buffers.images.store import ImageStore
+from tests.conftest import REPOSITORY
 
 _ORIENTATION = 0x0112
 
@@ -188,3 +192,33 @@ def test_a_store_takes_from_another_what_it_has_not(tmp_path: Path) -> None:
     own.take([first, second, second], source)
     (source.directory / first).unlink()
     assert sorted(own) == sorted([first, second]) and own.open(first).tobytes() == noise().tobytes()
+
+
+_LOADS = """
+import os, sys
+from async_rlhf.buffers.images.store import scratch
+print(scratch().add(sys.stdin.buffer.read()), scratch().directory, flush=True)
+if sys.argv[1] == "killed":
+    os.kill(os.getpid(), 9)
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+print(len([*scratch()]))
+"""
+
+
+def test_what_a_process_has_read_is_gone_with_it_or_with_the_next(tmp_path: Path) -> None:
+    def load(end: str) -> tuple[Path, list[str]]:
+        command = [sys.executable, "-c", _LOADS, end]
+        ran = subprocess.run(
+            command, input=saved(noise()), capture_output=True, cwd=REPOSITORY, env={**os.environ, "TMPDIR": str(tmp_path)}
+        )
+        first, *rest = ran.stdout.decode().splitlines()
+        digest, directory = first.split()
+        assert digest == digest_of(noise()) and Path(directory).parent == tmp_path, ran.stderr
+        return Path(directory), rest
+
+    left, _ = load("killed")
+    assert sorted(path.name for path in left.iterdir()) == sorted([".lock", digest_of(noise())])
+    directory, rest = load("ended")
+    assert rest == ["1"] and directory != left and [*tmp_path.iterdir()] == [], "a child that ends removes nothing"
