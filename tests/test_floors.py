@@ -47,7 +47,7 @@ ROOMS = {
     "reasoning_gym": ("actors/gym_tasks.py",),
     "verifiers": ("actors/agents/from_verifiers.py",),
     "zstandard": ("buffers/weights/delta.py",),
-    "PIL": ("buffers/images/",),
+    "PIL": ("buffers/images/", "experiments/warm_start/"),
     "pyarrow": ("actors/data/files.py",),
     "datasets": ("actors/data/files.py", "experiments/throughput/"),
     "matplotlib": ("async_rlhf/inspect/plot.py", "experiments/"),

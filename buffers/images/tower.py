@@ -13,6 +13,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from async_rlhf.buffers.errors import RecordError
 from async_rlhf.buffers.images.processor import ImageProcessor
 from async_rlhf.buffers.images.store import ImageStore
 
-_CACHE_BYTES = 1 << 30
+_CACHE_BYTES, _PROMPTS = 1 << 30, 256
 # Families whose tokens of one image see each other, also those behind them.
 _BIDIRECTIONAL = frozenset(("gemma3",))
 
@@ -65,6 +66,7 @@ class ImageTower:
         self._base = model.base_model
         self.turns = hasattr(self._base, "get_rope_index")
         self.is_bidirectional = model.config.model_type in _BIDIRECTIONAL
+        self._turn_of = lru_cache(_PROMPTS)(self._turn)  # which each completion of a prompt asks for
         self.num_read = 0  # prompts whose images went through the tower
 
     @classmethod
@@ -110,6 +112,9 @@ class ImageTower:
         index at a token behind it."""
         if not images or not self.turns:
             return None, 0
+        return self._turn_of(tuple(ids), images)
+
+    def _turn(self, ids: tuple[int, ...], images: tuple[str, ...]) -> tuple[Tensor, int]:
         places = self._places(torch.tensor([ids]))
         grid = torch.from_numpy(self.processor.inputs(images)["image_grid_thw"])
         found, shift = self._base.get_rope_index(torch.tensor([ids]), places.int(), image_grid_thw=grid)
