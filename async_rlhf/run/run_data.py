@@ -72,8 +72,18 @@ class RunData:
     @property
     def images(self) -> ImageStore:
         """The images of its rows: where none are kept, those that this process has loaded."""
-        own = ImageStore(self._directory / "images")
-        return own if self.is_kept or own.directory.is_dir() else scratch()
+        return ImageStore(self._directory / "images") if self._keeps_images else scratch()
+
+    @property
+    def has_images(self) -> bool:
+        """Whether its rows, or those of an evaluation, have images. Raises as `rows`."""
+        if self._keeps_images:
+            return any(True for _ in self.images)
+        return any(row.images for part in self.rows for row in part)
+
+    @property
+    def _keeps_images(self) -> bool:
+        return self.is_kept or (self._directory / "images").is_dir()
 
     def is_from(self, given: Rows) -> bool:
         """Whether they are these, without those that were left out. Raises as `rows`."""

@@ -117,6 +117,14 @@ def test_a_host_that_loads_the_rows_itself_has_the_same_digest_only_where_it_has
     assert RunData(tmp_path / "elsewhere", run.config().data).digest != kept
 
 
+def test_only_rows_say_whether_a_run_has_images_not_what_else_this_process_has_loaded(
+    run: RunDir, small: Any, config: Callable[..., Config], tmp_path: Path
+) -> None:
+    own = RunData(run.path, run.config().data)
+    kept_nowhere = [RunData(tmp_path / "elsewhere", each().data) for each in (config, small)]
+    assert [each.has_images for each in (own, *kept_nowhere)] == [True, True, False]
+
+
 def test_rows_given_again_to_a_run_that_goes_on_are_told_from_others_by_their_pixels(config: Any, run: RunDir) -> None:
     kept = RunData(run.path, run.config().data)
     rows = load_rows(config().data)

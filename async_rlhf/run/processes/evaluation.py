@@ -115,9 +115,8 @@ def environments_of(
 
 
 def processor_of(model: str, data: RunData) -> ImageProcessor | None:
-    """What prepares the images of rows that have been read, for a model directory; None where none has any. Raises
-    ConfigError."""
-    if not any(True for _ in data.images):
+    """What prepares the images of rows, for a model directory; None where none has any. Raises ConfigError."""
+    if not data.has_images:
         return None
     from async_rlhf.buffers.images.processor import ImageProcessor
 
