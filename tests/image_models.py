@@ -63,7 +63,7 @@ def _qwen2_5() -> tuple[Any, Any, Any, dict[str, Any]]:
 def _qwen3() -> tuple[Any, Any, Any, dict[str, Any]]:
     _, tokenizer, images, rest = _qwen2_5()
     config = transformers.Qwen3VLConfig(
-        text_config=_TEXT | {"vocab_size": len(tokenizer), "head_dim": 8, "rope_parameters": _MROPE},
+        text_config=_TEXT | {"vocab_size": len(tokenizer), "head_dim": 8, "rope_parameters": _MROPE | {"mrope_interleaved": True}},
         vision_config={
             "depth": 3, "hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 24, "patch_size": 4,
             "deepstack_visual_indexes": [0, 1], "spatial_merge_size": 2, "temporal_patch_size": 2,
@@ -187,7 +187,7 @@ def make(family: str, directory: Path, *, wide: bool = False) -> PreTrainedModel
 def _widen(config: Any) -> None:
     config.text_config.update({"hidden_size": 128, "head_dim": 32, "intermediate_size": 128})
     if "mrope_section" in config.text_config.rope_parameters:
-        config.text_config.rope_parameters["mrope_section"] = [4, 4, 8]
+        config.text_config.rope_parameters["mrope_section"] = [6, 5, 5]
     if hasattr(config.vision_config, "out_hidden_size"):
         config.vision_config.out_hidden_size = 128
 

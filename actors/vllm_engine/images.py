@@ -36,7 +36,7 @@ class ImagePrompts:
         of the images, DamagedError."""
         with self._lock:
             read = self._recent(tuple(token_ids), images)
-        names = xxhash.xxh3_128_hexdigest(" ".join(images))
+        names = xxhash.xxh3_128_hexdigest(" ".join(images).encode())
         return {**read, "mm_hashes": {"image": [f"{weights}-{names}-{number}" for number in range(len(images))]}}
 
     def _read(self, token_ids: tuple[int, ...], images: tuple[str, ...]) -> Mapping[str, Any]:
@@ -50,10 +50,10 @@ class ImagePrompts:
         ranges = [(each.start_idx, each.start_idx + each.length) for each in found.get("image", ())]
         filled = sum(token_ids[start:end].count(self._images.place_id) for start, end in ranges)
         # Text follows the last image, and a sampled token of an image only behind it.
-        until = ranges[-1][1] + 1 if len(ranges) == len(updates["image"]) else len(token_ids)
-        if filled != (places := token_ids[:until].count(self._images.place_id)):
+        places = token_ids[: ranges[-1][1] + 1 if ranges else None].count(self._images.place_id)
+        if filled != places or len(ranges) != len(updates["image"]):
             raise EngineError(
-                f"a prompt has {places} places of {len(updates['image'])} images, and vLLM fills {filled}: it reads images of "
-                "this model otherwise than transformers. Set engine.kind = 'torch'"
+                f"a prompt has {places} places of {len(updates['image'])} images, and vLLM fills {filled} with {len(ranges)}: it "
+                "reads images of this model otherwise than transformers. Set engine.kind = 'torch'"
             )
         return token_ids, found
