@@ -285,7 +285,9 @@ class VLLMEngine:
             prompt = await asyncio.to_thread(self._images.prompt, token_ids, images, weights)
         prompt["cache_salt"] = weights
         kind = RequestOutputKind.DELTA if "stream_interval" in arguments else RequestOutputKind.FINAL_ONLY
-        params = SamplingParams(**arguments, output_kind=kind)
+        # Of images whose places it finds in its cache vLLM drops the arrays, and dies when it has to compute them again.
+        skips = {"skip_reading_prefix_cache": True} if images else {}
+        params = SamplingParams(**arguments, **skips, output_kind=kind)
         final = None
         async for output in self._llm.generate(prompt, params, name):
             if final is None:

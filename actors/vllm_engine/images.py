@@ -53,7 +53,7 @@ class ImagePrompts:
         places = token_ids[: ranges[-1][1] + 1 if ranges else None].count(self._images.place_id)
         if filled != places or len(ranges) != len(updates["image"]):
             raise EngineError(
-                f"a prompt has {places} places of {len(updates['image'])} images, and vLLM fills {filled} with {len(ranges)}: it "
-                "reads images of this model otherwise than transformers. Set engine.kind = 'torch'"
+                f"a prompt has {places} places of {len(updates['image'])} images, and vLLM fills {filled} with {len(ranges)}: "
+                "it reads images of this model otherwise than transformers. Set engine.kind = 'torch'"
             )
         return token_ids, found
