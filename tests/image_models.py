@@ -62,8 +62,9 @@ def _qwen2_5() -> tuple[Any, Any, Any, dict[str, Any]]:
 
 def _qwen3() -> tuple[Any, Any, Any, dict[str, Any]]:
     _, tokenizer, images, rest = _qwen2_5()
+    turning = _MROPE | {"mrope_interleaved": True}
     config = transformers.Qwen3VLConfig(
-        text_config=_TEXT | {"vocab_size": len(tokenizer), "head_dim": 8, "rope_parameters": _MROPE | {"mrope_interleaved": True}},
+        text_config=_TEXT | {"vocab_size": len(tokenizer), "head_dim": 8, "rope_parameters": turning},
         vision_config={
             "depth": 3, "hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 24, "patch_size": 4,
             "deepstack_visual_indexes": [0, 1], "spatial_merge_size": 2, "temporal_patch_size": 2,

@@ -27,8 +27,6 @@ from async_rlhf.buffers.model_directory import LOADING, from_pretrained, languag
 
 # Of the extra. vLLM's interfaces move from release to release.
 RELEASES = ("0.32.", "0.33.")
-# Whose images vLLM reads, and takes new weights for, as transformers does.
-READ = ("idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 # Behind images, in nats: rounding of other kernels makes a hundredth of it, a wrong place or array some times as much.
 _MAX_DIFFERENCE = {"float32": 5e-3, "bfloat16": 0.1, "float16": 0.05}
 
@@ -48,8 +46,8 @@ def load_engine(
     start.
     """
     model = _skeleton(model_dir, config.dtype)
-    if images is not None and (kind := str(model.config.model_type)) not in READ:
-        raise _refused(kind, f"its tower's updates were never held to plain passes there; {', '.join(READ)} were")
+    if images is not None and (obstacle := config.images_obstacle(str(model.config.model_type))):
+        raise ConfigError(f"model {model_dir!r} is to read images, with {obstacle}")
     tokenizer = find_tokenizer(model_dir)
     enforce_eager = bool(config.arguments.get("enforce_eager", config.device == "cpu"))
     os.environ.update(environment(config, enforce_eager, os.getpid(), os.environ))

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 CPU_KV_BYTES = 1 << 30
 """Keys and values on a CPU where the configuration names no limit: vLLM would take most of its memory."""
+# Families whose images it reads, and whose new weights it takes, as transformers does.
+_READS = ("idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 # What vLLM takes of a GPU when nothing is set (0.32).
 _GPU_SHARE = 0.92
 _SHARE = "gpu_memory_utilization"
@@ -52,9 +54,10 @@ class VLLMEngineConfig(EngineConfig):
             "top_p), engine.kind = 'torch', on a GPU engine.arguments.return_sampling_mask = true"
         )
 
-    @property
-    def images_obstacle(self) -> str:
-        return ""
+    def images_obstacle(self, model_type: str) -> str:
+        if model_type in _READS:
+            return ""
+        return f"engine.kind = {self.kind!r}, which reads images for {', '.join(_READS)}, not {model_type}; 'torch' can"
 
     def compared(self, model_dir: str, images: ImageProcessor | None = None) -> str:
         """Behind images, where the model reads some."""
