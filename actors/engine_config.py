@@ -135,11 +135,10 @@ class EngineConfig(KindSection):
         """Whether completions carry the experts that computed them."""
         return False
 
-    @property
-    def images_obstacle(self) -> str:
-        """The setting with which it reads no images, and what it would have to be; empty where it reads some: `start` and
-        `compared` then take what prepares them, by the name `images`."""
-        return f"engine.kind = {self.kind!r}; only 'torch' reads images"
+    def images_obstacle(self, model_type: str) -> str:
+        """The setting with which it reads no images for a model, and what it would have to be; empty where it reads some:
+        `start` and `compared` then take what prepares them, by the name `images`."""
+        return f"engine.kind = {self.kind!r}; only 'torch' and 'vllm' read images"
 
     def unrecorded(self, sampling: Sampling) -> str:
         """Why it does not report what truncation leaves to sample from, and which setting helps; empty where it does."""

@@ -55,6 +55,11 @@ def reads_images(directory: Path) -> bool:
     return described.get("model_type") in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 
+def model_type(directory: Path) -> str:
+    """Its family, as transformers names it; empty where nothing says so."""
+    return str(_described(directory / "config.json").get("model_type", ""))
+
+
 def prepares_images(directory: Path) -> bool:
     """Whether it is such a model, and says how its images are prepared."""
     return reads_images(directory) and any((directory / name).is_file() for name in PROCESSOR_FILES)

@@ -62,8 +62,9 @@ def _qwen2_5() -> tuple[Any, Any, Any, dict[str, Any]]:
 
 def _qwen3() -> tuple[Any, Any, Any, dict[str, Any]]:
     _, tokenizer, images, rest = _qwen2_5()
+    turning = _MROPE | {"mrope_interleaved": True}
     config = transformers.Qwen3VLConfig(
-        text_config=_TEXT | {"vocab_size": len(tokenizer), "head_dim": 8, "rope_parameters": _MROPE},
+        text_config=_TEXT | {"vocab_size": len(tokenizer), "head_dim": 8, "rope_parameters": turning},
         vision_config={
             "depth": 3, "hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 24, "patch_size": 4,
             "deepstack_visual_indexes": [0, 1], "spatial_merge_size": 2, "temporal_patch_size": 2,
@@ -78,7 +79,8 @@ def _qwen3() -> tuple[Any, Any, Any, dict[str, Any]]:
 
 def _gemma3() -> tuple[Any, Any, Any, dict[str, Any]]:
     tokenizer = _tokenizer(
-        {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+        {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+        ("\n\n", "\n\n\n", "\n\n\n\n"),
     )
     config = transformers.Gemma3Config(
         text_config=_TEXT
@@ -162,11 +164,14 @@ MAKERS: dict[str, Callable[[], tuple[Any, Any, Any, dict[str, Any]]]] = {
 }  # fmt: skip
 
 
-def make(family: str, directory: Path) -> PreTrainedModel:
-    """Write a model directory; weights are large enough that a wrong place, position or mask shows."""
+def make(family: str, directory: Path, *, wide: bool = False) -> PreTrainedModel:
+    """Write a model directory; weights are large enough that a wrong place, position or mask shows. wide: with heads that the
+    kernels of vLLM know."""
     import json
 
     config, tokenizer, images, settings = MAKERS[family]()
+    if wide:
+        _widen(config)
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForImageTextToText.from_config(config).float().eval()
     for weights in model.parameters():
@@ -178,6 +183,14 @@ def make(family: str, directory: Path) -> PreTrainedModel:
     images.save_pretrained(directory)
     (directory / "processor_config.json").write_text(json.dumps(settings))
     return model
+
+
+def _widen(config: Any) -> None:
+    config.text_config.update({"hidden_size": 128, "head_dim": 32, "intermediate_size": 128})
+    if "mrope_section" in config.text_config.rope_parameters:
+        config.text_config.rope_parameters["mrope_section"] = [6, 5, 5]
+    if hasattr(config.vision_config, "out_hidden_size"):
+        config.vision_config.out_hidden_size = 128
 
 
 def drawn(width: int, height: int, seed: int = 0) -> bytes:

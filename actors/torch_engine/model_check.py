@@ -7,6 +7,7 @@ Run once, before anything is generated, with the weights that the engine starts 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,12 +15,12 @@ import xxhash
 from transformers import PreTrainedModel
 
 from async_rlhf.actors.engine import Bits, Completion, Request, RolloutKey, check_room, completed
+from async_rlhf.actors.served_model.reading import check_behind_images
 from async_rlhf.actors.torch_engine.chunks import additive, attention_of
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.kv_policy import KVPolicy
 from async_rlhf.buffers.attention import Attention, Reach, attention, max_length, probe_length
 from async_rlhf.buffers.errors import ConfigError
-from async_rlhf.buffers.images.tower import ImageTower
 from async_rlhf.buffers.sampling import Sampling
 
 # Mean difference of log-probabilities, in nats: rounding makes a hundredth of it, a wrong mask or state some times as much.
@@ -51,21 +52,8 @@ def check_engine(engine: TorchEngine, model: PreTrainedModel) -> Bits:
 
 def check_reading(engine: TorchEngine, model: PreTrainedModel) -> None:
     """The same for two completions of a prompt with images, where the engine reads some. Raises ConfigError."""
-    if (tower := engine.tower) is None:
-        return
-    ids, images = tower.processor.sample()
-    room = max_length(model.config.get_text_config().to_dict()) or len(ids) + _NUM_NEW
-    if len(ids) + _NUM_NEW > room:
-        raise ConfigError(f"two small images take {len(ids)} tokens of this model, which holds {room}; choose another")
-    requests = [Request(RolloutKey(0, 0, n), tuple(ids), _NUM_NEW, Sampling(), seed=n, images=images) for n in range(2)]
-    check_room(engine, len(ids), _NUM_NEW)
-    try:
-        together = completed(engine, requests)
-        difference = _difference(model, requests, together, None, tower)
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
-        raise _refused(model, f"a prompt with images ends with {type(error).__name__}: {error}") from error
-    if not difference <= MAX_DIFFERENCE[model.dtype]:
-        raise _refused(model, f"behind images log-probabilities differ from plain passes by {difference:.3g} nats on average")
+    if engine.tower is not None:
+        check_behind_images(engine, engine.tower, MAX_DIFFERENCE[model.dtype], partial(_refused, model))
 
 
 def _bits(engine: TorchEngine, requests: Sequence[Request], together: dict[RolloutKey, Completion]) -> Bits:
@@ -90,27 +78,17 @@ def _refused(model: PreTrainedModel, what: str) -> ConfigError:
 
 @torch.inference_mode()
 def _difference(
-    model: PreTrainedModel,
-    requests: Sequence[Request],
-    ended: dict[RolloutKey, Completion],
-    policy: KVPolicy | None,
-    tower: ImageTower | None = None,
+    model: PreTrainedModel, requests: Sequence[Request], ended: dict[RolloutKey, Completion], policy: KVPolicy | None
 ) -> float:
     differences = []
     for request in requests:
         completion = ended[request.key]
-        sampled = completion.token_ids.tolist()
-        if tower is not None and tower.place_id in sampled:  # which a plain pass would take for a place
-            sampled = sampled[: sampled.index(tower.place_id)]
-        ids = torch.tensor([*request.prompt_ids, *sampled], device=model.device)
-        if tower is not None:
-            whole = tower.plain(ids[:-1].tolist(), len(request.prompt_ids), request.images)
-        else:
-            mask = None if policy is None else _mask(model, policy, ids[:-1])
-            whole = model(input_ids=ids[None, :-1], attention_mask=mask, use_cache=False).logits[0]
+        ids = torch.tensor([*request.prompt_ids, *completion.token_ids.tolist()], device=model.device)
+        mask = None if policy is None else _mask(model, policy, ids[:-1])
+        whole = model(input_ids=ids[None, :-1], attention_mask=mask, use_cache=False).logits[0]
         logits = whole[len(request.prompt_ids) - 1 :].float()
         plain = torch.log_softmax(logits, dim=-1).gather(-1, ids[len(request.prompt_ids) :, None])[:, 0]
-        differences.append((plain.cpu() - torch.from_numpy(completion.logprobs[: len(sampled)])).abs())
+        differences.append((plain.cpu() - torch.from_numpy(completion.logprobs)).abs())
     return float(torch.cat(differences).mean().nan_to_num(torch.inf))
 
 

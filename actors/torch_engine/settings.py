@@ -106,8 +106,7 @@ class TorchEngineConfig(EngineConfig):
     def records_routing(self) -> bool:
         return self.replay_routing
 
-    @property
-    def images_obstacle(self) -> str:
+    def images_obstacle(self, model_type: str) -> str:
         if self.cuda_graphs:
             return "engine.cuda_graphs = true; set it to false"
         return f"{self.off_policy}; set engine.kv.policy = 'full'" if self.off_policy else ""

@@ -32,9 +32,11 @@ from transformers import PreTrainedModel
 
 from async_rlhf.actors.engine import Bits, Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
 from async_rlhf.actors.served_model.weights import Base, check_weights
+from async_rlhf.actors.vllm_engine.images import ImagePrompts
 from async_rlhf.actors.vllm_engine.outputs import completion_of, read_probe, sampling_arguments
 from async_rlhf.actors.vllm_engine.weights import as_index
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DeadlineError, EngineError
+from async_rlhf.buffers.images.processor import ImageProcessor
 from async_rlhf.buffers.record import Float32Array
 from async_rlhf.buffers.tensors import RawTensor
 
@@ -80,12 +82,13 @@ class VLLMEngine:
         base: Base | None = None,
         on_update: OnUpdate = "keep",
         version: int = -1,
+        images: ImageProcessor | None = None,
     ) -> None:
         """Start vLLM: `make` gives the AsyncLLM, in the engine's thread.
 
         model: of the served architecture, for names, shapes and dtypes only (device `meta`). base: the weights that adapters
-        are added to, where they come alone. on_update: may be changed between updates. Raises ConfigError when vLLM refuses its
-        arguments, EngineError when it does not come up.
+        are added to, where they come alone. on_update: may be changed between updates. images: prepares those of prompts.
+        Raises ConfigError when vLLM refuses its arguments, EngineError when it does not come up.
         """
         self._model, self._base, self._slots, self._stop_ids = model, base, slots, stop_ids
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
@@ -96,6 +99,7 @@ class VLLMEngine:
         # From here on, what belongs to the loop's thread.
         self._loop = asyncio.new_event_loop()
         self._llm: Any = None
+        self._images: ImagePrompts | None = None
         self._failure: AsyncRLHFError | None = None
         self._waiting: deque[Request] = deque()
         self._running: dict[RolloutKey, _RunningRequest] = {}
@@ -106,7 +110,7 @@ class VLLMEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._thread.start()
         try:
-            self._max_length = self._call(self._start(make), "vLLM to start", _START_S)
+            self._max_length = self._call(self._start(make, images), "vLLM to start", _START_S)
         except BaseException:  # an interrupt too: vLLM's processes must not outlive a start that was given up
             self.close()
             raise
@@ -126,6 +130,10 @@ class VLLMEngine:
             raise EngineError(
                 f"{request.key} has temperature {request.sampling.temperature}; vLLM takes a temperature of 0 (greedy) or at "
                 f"least {_LEAST_TEMPERATURE}"
+            )
+        if request.images and self._images is None:
+            raise EngineError(
+                f"{request.key} has {len(request.images)} images, and this engine was started without their store"
             )
         if request.stop and not self._has_tokenizer:
             raise EngineError(f"{request.key} has stop strings, but the model directory has no tokenizer to read text with")
@@ -208,7 +216,7 @@ class VLLMEngine:
 
     # -- in the loop's thread --------------------------------------------------------------------------------------------
 
-    async def _start(self, make: Callable[[], Any]) -> int:
+    async def _start(self, make: Callable[[], Any], images: ImageProcessor | None) -> int:
         """The longest sequence it can hold."""
         try:
             self._llm = make()
@@ -216,6 +224,8 @@ class VLLMEngine:
             raise ConfigError(f"vLLM refuses the configuration: {error}") from error
         except (RuntimeError, OSError) as error:
             raise EngineError(f"vLLM did not start: {error}. The reason is in the log above.") from error
+        if images is not None:
+            self._images = ImagePrompts(self._llm.renderer.get_mm_processor(), images)
         await self._label(self.version)
         return int(self._llm.model_config.max_model_len)
 
@@ -239,7 +249,8 @@ class VLLMEngine:
     async def _generate(self, request: Request, name: str) -> int:
         """Run one request to its end; returns its tokens when it was aborted, else 0."""
         try:
-            final = await self._final(request.prefix_ids, sampling_arguments(request, self._stop_ids), name, request.key)
+            arguments = sampling_arguments(request, self._stop_ids)
+            final = await self._final(request.prefix_ids, arguments, name, request.key, request.images)
             output = final.outputs[0]
             if output.finish_reason == "abort":
                 return len(output.token_ids)
@@ -255,16 +266,28 @@ class VLLMEngine:
         return 0
 
     async def _final(
-        self, token_ids: Sequence[int], arguments: Mapping[str, Any], name: str, key: RolloutKey | None = None
+        self,
+        token_ids: Sequence[int],
+        arguments: Mapping[str, Any],
+        name: str,
+        key: RolloutKey | None = None,
+        images: tuple[str, ...] = (),
     ) -> Any:
-        """vLLM's outputs of a request, joined; key: of whose tokens are noted as they come."""
+        """vLLM's outputs of a request, joined; key: of whose tokens are noted as they come. images: of its prompt."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         # A prefix is reused only among requests of the same weights: two adoptions never share a name, versions may.
-        prompt = {"type": "token", "prompt_token_ids": list(token_ids), "cache_salt": f"adoption-{self._adoptions}"}
+        weights = f"adoption-{self._adoptions}"
+        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": list(token_ids)}
+        if images:
+            assert self._images is not None
+            prompt = await asyncio.to_thread(self._images.prompt, token_ids, images, weights)
+        prompt["cache_salt"] = weights
         kind = RequestOutputKind.DELTA if "stream_interval" in arguments else RequestOutputKind.FINAL_ONLY
-        params = SamplingParams(**arguments, output_kind=kind)
+        # Of images whose places it finds in its cache vLLM drops the arrays, and dies when it has to compute them again.
+        skips = {"skip_reading_prefix_cache": True} if images else {}
+        params = SamplingParams(**arguments, **skips, output_kind=kind)
         final = None
         async for output in self._llm.generate(prompt, params, name):
             if final is None:
@@ -309,6 +332,8 @@ class VLLMEngine:
             # Without a mode vLLM aborts everything. With its caches cleared it computes the running prefixes again.
             await self._llm.pause_generation(mode="keep", clear_cache=recompute)
             await self._llm.collective_rpc("receive_weights", args=(index,))
+            if self._images is not None:  # what its workers knew of images went with the weights
+                await self._llm.reset_encoder_cache()
             await self._label(version)
             await self._llm.resume_generation()
         except Exception as error:

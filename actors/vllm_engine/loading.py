@@ -5,34 +5,49 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from async_rlhf.actors.engine import OnUpdate
 from async_rlhf.actors.served_model.files import find_stop_ids, find_tokenizer, read_model
+from async_rlhf.actors.served_model.reading import check_behind_images
 from async_rlhf.actors.served_model.weights import Base
 from async_rlhf.actors.vllm_engine.engine import VLLMEngine
 from async_rlhf.actors.vllm_engine.settings import CPU_KV_BYTES, VLLMEngineConfig
 from async_rlhf.actors.vllm_engine.weights import ACTOR_PID, EXTENSION
 from async_rlhf.buffers.attention import max_length as longest_text
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
-from async_rlhf.buffers.model_directory import LOADING, from_pretrained
+from async_rlhf.buffers.images.processor import ImageProcessor
+from async_rlhf.buffers.images.tower import ImageTower
+from async_rlhf.buffers.model_directory import LOADING, from_pretrained, language_model, load_whole, reads_images
 
 # Of the extra. vLLM's interfaces move from release to release.
 RELEASES = ("0.32.", "0.33.")
+# Behind images, in nats: rounding of other kernels makes a hundredth of it, a wrong place or array some times as much.
+_MAX_DIFFERENCE = {"float32": 5e-3, "bfloat16": 0.1, "float16": 0.05}
 
 
-def load_engine(model_dir: str, config: VLLMEngineConfig, *, on_update: OnUpdate = "keep", version: int = -1) -> VLLMEngine:
-    """An engine that serves the weights of `model_dir`, stamped `version`.
+def load_engine(
+    model_dir: str,
+    config: VLLMEngineConfig,
+    *,
+    on_update: OnUpdate = "keep",
+    version: int = -1,
+    images: ImageProcessor | None = None,
+) -> VLLMEngine:
+    """An engine that serves the weights of `model_dir`, stamped `version`. images: prepares those of prompts.
 
     Changes the environment of this process, which vLLM's processes inherit.
     Raises ImportError without vLLM, ConfigError when it or the configuration cannot be used, EngineError when it does not
     start.
     """
     model = _skeleton(model_dir, config.dtype)
+    if images is not None and (obstacle := config.images_obstacle(str(model.config.model_type))):
+        raise ConfigError(f"model {model_dir!r} is to read images, with {obstacle}")
     tokenizer = find_tokenizer(model_dir)
     enforce_eager = bool(config.arguments.get("enforce_eager", config.device == "cpu"))
     os.environ.update(environment(config, enforce_eager, os.getpid(), os.environ))
@@ -55,7 +70,7 @@ def load_engine(model_dir: str, config: VLLMEngineConfig, *, on_update: OnUpdate
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     context = longest_text(model.config.get_text_config().to_dict()) or 0
     arguments = engine_arguments(model_dir, config, context=context, has_tokenizer=tokenizer is not None, known=known)
-    return VLLMEngine(
+    engine = VLLMEngine(
         lambda: AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments)),
         model,
         slots=config.slots,
@@ -64,7 +79,26 @@ def load_engine(model_dir: str, config: VLLMEngineConfig, *, on_update: OnUpdate
         base=Base(Path(model_dir)),
         on_update=on_update,
         version=version,
+        images=images,
     )
+    if images is not None:
+        _check_reading(engine, Path(model_dir), config, images)
+    return engine
+
+
+def _check_reading(engine: VLLMEngine, directory: Path, config: VLLMEngineConfig, images: ImageProcessor) -> None:
+    """Raises ConfigError, and closes it, where it does not read images as plain passes on the CPU do."""
+    try:
+        model = load_whole(language_model(directory), directory, dtype=getattr(torch, config.dtype)).eval()
+        refused = partial(_refused, model.config.model_type)
+        check_behind_images(engine, ImageTower(model, images.another()), _MAX_DIFFERENCE[config.dtype], refused)
+    except BaseException:
+        engine.close()
+        raise
+
+
+def _refused(kind: str, what: str) -> ConfigError:
+    return ConfigError(f"model type {kind!r} cannot be served with images by vLLM: {what}. Set engine.kind = 'torch'")
 
 
 def _skeleton(model_dir: str, dtype: str) -> PreTrainedModel:
@@ -73,7 +107,7 @@ def _skeleton(model_dir: str, dtype: str) -> PreTrainedModel:
     def made(directory: Path) -> PreTrainedModel:
         config = from_pretrained(AutoConfig, directory)
         with LOADING, torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
+            return language_model(directory).from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
 
     model = read_model(model_dir, made)
     if (Path(model_dir) / "generation_config.json").is_file():
@@ -114,6 +148,10 @@ def engine_arguments(
         "enforce_eager": on_cpu,
         "disable_log_stats": True,
     }
+    if reads_images(Path(model_dir)):
+        # What is given has been prepared once, and is normalised; images have names, so nothing is hashed.
+        ours |= {"mm_processor_cache_gb": 0, "mm_device_do_normalize": False}
+        defaults |= {"mm_hasher_algorithm": "sha256", "limit_mm_per_prompt": {"video": 0}}
     if on_cpu:
         # On a CPU a request with a seed ends vLLM when its prompt is computed in parts, so each is computed whole.
         whole = max(tokens_a_step, int(asked.get("max_model_len", context)))

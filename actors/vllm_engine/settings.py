@@ -14,9 +14,12 @@ from async_rlhf.buffers.sampling import Sampling
 if TYPE_CHECKING:
     from async_rlhf.actors.engine import OnUpdate
     from async_rlhf.actors.vllm_engine.engine import VLLMEngine
+    from async_rlhf.buffers.images.processor import ImageProcessor
 
 CPU_KV_BYTES = 1 << 30
 """Keys and values on a CPU where the configuration names no limit: vLLM would take most of its memory."""
+# Families whose images it reads, and whose new weights it takes, as transformers does.
+_READS = ("idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 # What vLLM takes of a GPU when nothing is set (0.32).
 _GPU_SHARE = 0.92
 _SHARE = "gpu_memory_utilization"
@@ -33,10 +36,10 @@ class VLLMEngineConfig(EngineConfig):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of vLLM's `AsyncEngineArgs`, by its names (`max_model_len = 4096`)."""
 
-    def start(self, model_dir: str, *, on_update: OnUpdate, version: int) -> VLLMEngine:
+    def start(self, model_dir: str, *, on_update: OnUpdate, version: int, images: ImageProcessor | None = None) -> VLLMEngine:
         from async_rlhf.actors.vllm_engine.loading import load_engine
 
-        return load_engine(model_dir, self, on_update=on_update, version=version)
+        return load_engine(model_dir, self, on_update=on_update, version=version, images=images)
 
     def served(self, *, asks_for_bits: bool, share: float | None) -> VLLMEngineConfig:
         if share is None or self.device != "cuda":
@@ -50,6 +53,18 @@ class VLLMEngineConfig(EngineConfig):
             "vLLM does not report what is left unless top_k is set too. Set generation.top_k as well (64 is rarely felt beside "
             "top_p), engine.kind = 'torch', on a GPU engine.arguments.return_sampling_mask = true"
         )
+
+    def images_obstacle(self, model_type: str) -> str:
+        if model_type in _READS:
+            return ""
+        return f"engine.kind = {self.kind!r}, which reads images for {', '.join(_READS)}, not {model_type}; 'torch' can"
+
+    def compared(self, model_dir: str, images: ImageProcessor | None = None) -> str:
+        """Behind images, where the model reads some."""
+        if images is None:
+            return super().compared(model_dir)
+        self.start(model_dir, on_update="keep", version=-1, images=images).close()
+        return "behind images sampled log-probabilities are those of plain passes"
 
     @property
     def num_devices(self) -> int:

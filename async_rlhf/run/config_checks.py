@@ -184,9 +184,10 @@ def check_described(config: Config) -> None:
     if isinstance(quantised, dict) and (kind := quantised.get("quant_method")) in _PACKED:
         raise ConfigError(f"model = {config.model!r} is packed by {kind}; give the model that was packed")
     check_language_model(directory, "model")
-    if (obstacle := config.engine.images_obstacle) and reads_images(directory) and not is_text_alone(directory):
+    obstacle = config.engine.images_obstacle(kind := str(model.get("model_type")))
+    if obstacle and reads_images(directory) and not is_text_alone(directory):
         raise ConfigError(
-            f"model = {config.model!r} is of model type {model.get('model_type')!r}, which is served together with what reads "
+            f"model = {config.model!r} is of model type {kind!r}, which is served together with what reads "
             f"images, with {obstacle}"
         )
     check_division(config.learner, text.get)

@@ -12,6 +12,7 @@ import json
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,6 +60,20 @@ class ImageProcessor:
         self._cache: OrderedDict[tuple[str, ...], Arrays] = OrderedDict()
         self._expansions: dict[tuple[tuple[int, int], ...], int] = {}
 
+    def another(self) -> ImageProcessor:
+        """One of its own for another thread."""
+        return ImageProcessor(self._directory, self._store, self._most_bytes)
+
+    @property
+    def of_model(self) -> Any:
+        """The processor of transformers."""
+        return self._processor
+
+    def opened(self, images: Sequence[str]) -> list[Any]:
+        """These images, by Pillow, those of `sample` too. Raises DamagedError."""
+        made_up = dict(_made_up())
+        return [made_up[name] if name in made_up else self._store.open(name) for name in images]
+
     def encode(self, messages: Messages, variables: Mapping[str, Any]) -> Encoded:
         """variables: of the chat template. Raises ConfigError for messages that it refuses or whose images it leaves out, for a
         text that spells the token of an image, and for a prompt that ends with one; DamagedError without an image."""
@@ -86,13 +101,10 @@ class ImageProcessor:
 
     def sample(self) -> tuple[list[int], tuple[str, ...]]:
         """A made-up prompt with two images of different shapes, which no store has: token ids, and their names."""
-        random, names = np.random.default_rng(0), tuple(f"{number:032x}" for number in range(len(_SAMPLE)))
+        names = tuple(name for name, _ in _made_up())
         parts = [{"type": "image", "image": name} for name in names]
         text, _ = self._rendered([{"role": "user", "content": [*parts, {"type": "text", "text": "a b"}]}], {})
-        from PIL import Image
-
-        drawn = [Image.fromarray(random.integers(256, size=(h, w, 3)).astype(np.uint8)) for w, h in _SAMPLE]
-        return self._processed(text, names, drawn), names
+        return self._processed(text, names), names
 
     def _rendered(self, messages: Messages, variables: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
         images = tuple(images_of(messages))
@@ -123,9 +135,9 @@ class ImageProcessor:
             )
         return text, images
 
-    def _processed(self, text: str, images: tuple[str, ...], opened: Sequence[Any] = ()) -> list[int]:
+    def _processed(self, text: str, images: tuple[str, ...]) -> list[int]:
         """Token ids; keeps what the tower takes."""
-        found = self._call(text, opened or list(map(self._store.open, images)))
+        found = self._call(text, self.opened(images))
         ids = [int(each) for each in np.asarray(found["input_ids"]).reshape(-1)]
         self._keep(images, {name: np.asarray(each) for name, each in found.items() if name not in _OF_TEXT})
         if ids[-1] == self.place_id and text != self.mark * len(images):
@@ -159,6 +171,16 @@ class ImageProcessor:
             ids = np.asarray(self._call(text, [Image.new("RGB", size) for size in sizes])["input_ids"]).size
             self._expansions[sizes] = int(ids) - len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         return self._expansions[sizes]
+
+
+@cache
+def _made_up() -> tuple[tuple[str, Any], ...]:
+    """The images of `sample`, by name."""
+    from PIL import Image
+
+    random = np.random.default_rng(0)
+    drawn = [Image.fromarray(random.integers(256, size=(h, w, 3)).astype(np.uint8)) for w, h in _SAMPLE]
+    return tuple((f"{number:032x}", each) for number, each in enumerate(drawn))
 
 
 def images_of(messages: Messages) -> Iterator[str]:

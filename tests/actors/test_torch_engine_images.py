@@ -29,9 +29,9 @@ from tests.actors.torch_models import finished
 class Served:
     """A family's tiny model, its processor, and three images of different shapes."""
 
-    def __init__(self, family: str, directory: Path) -> None:
+    def __init__(self, family: str, directory: Path, *, wide: bool = False) -> None:
         self.directory = directory
-        self.model = image_models.make(family, directory)
+        self.model = image_models.make(family, directory, wide=wide)
         self.store = ImageStore(directory / "images")
         self.images = [self.store.add(image_models.drawn(*size)) for size in ((30, 20), (16, 44), (24, 24))]
         self.processor = ImageProcessor(directory, self.store)
@@ -46,7 +46,7 @@ class Served:
             RolloutKey(group, 0, member), ids, new, Sampling(), seed=7 * group + member, images=tuple(images), **rest
         )
 
-    def assert_plain(self, asked: Sequence[Request], ended: Mapping[RolloutKey, Completion]) -> None:
+    def assert_plain(self, asked: Sequence[Request], ended: Mapping[RolloutKey, Completion], tolerance: float = 1e-5) -> None:
         for request in asked:
             completion = ended[request.key]
             sampled = completion.token_ids.tolist()
@@ -61,7 +61,7 @@ class Served:
                 with torch.no_grad():
                     logits = self.model(input_ids=ids[None, :-1], use_cache=False).logits[0]
             logp = torch.log_softmax(logits.float(), -1).gather(-1, ids[1:, None])[len(request.prefix_ids) - 1 :, 0]
-            np.testing.assert_allclose(completion.logprobs[: len(sampled)], logp.numpy(), rtol=0, atol=1e-5)
+            np.testing.assert_allclose(completion.logprobs[: len(sampled)], logp.numpy(), rtol=0, atol=tolerance)
 
 
 @pytest.fixture(autouse=True)

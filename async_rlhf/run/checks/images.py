@@ -11,6 +11,7 @@ from async_rlhf.actors.prompts import Row, Template
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.images.processor import ImageProcessor
 from async_rlhf.buffers.images.store import ImageStore, scratch
+from async_rlhf.buffers.model_directory import model_type
 from async_rlhf.run.config import Config
 
 
@@ -21,8 +22,8 @@ def check_reading(config: Config) -> None:
 
 
 def _obstacles(config: Config) -> Iterator[str]:
-    if config.engine.images_obstacle:
-        yield config.engine.images_obstacle
+    if obstacle := config.engine.images_obstacle(model_type(Path(config.model))):
+        yield obstacle
     if config.learner.backend != "torch":
         yield f"learner.backend = {config.learner.backend!r}; only 'torch' learns from images"
     if config.learner.compile:

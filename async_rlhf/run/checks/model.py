@@ -325,7 +325,7 @@ def deep_check(config: Config) -> Iterator[str]:
     yield f"learner: log-probabilities are those of plain passes ({rows}; {time.monotonic() - began:.1f} s)."
     del policy
     began = time.monotonic()
-    obstacle = config.served_engine.images_obstacle
+    obstacle = config.served_engine.images_obstacle(str(model.config.model_type))
     read = {} if images is None or obstacle else {"images": images}
     yield f"engine: {config.served_engine.compared(config.model, **read)} ({time.monotonic() - began:.1f} s)."
     if images is not None:
