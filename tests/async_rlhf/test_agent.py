@@ -238,7 +238,7 @@ def test_an_agent_takes_orders_while_a_start_waits_for_the_fork_server(tmp_path:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"\xff\xff\xff\xff", "a frame of 4294967295 bytes is announced; the limit is 4194304"),
+        (b"\xff\xff\xff\xff", "a frame of 4294967295 bytes is announced; the limit is 33554432"),
         (b"Welcome to gpu1!\n", "It is b'Welcome to gpu1"),
         (b"\0\0\0\1\xc1", "what is no message"),
         (b"\0\0\0\1\x05", "what is no message"),
