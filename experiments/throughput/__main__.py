@@ -43,7 +43,7 @@ from async_rlhf.launch.processor import processor
 # By name, in the order in which they run: the module here that has a function of this name.
 PARTS = {"engine": "engine", "vllm_side": "engine", "queue": "queue", "learner": "learner", "pipeline": "pipeline",
          "asynchronous": "pipeline", "weights": "weights", "publication": "weights", "growth": "growth",
-         "agents": "agents"}  # fmt: skip
+         "agents": "agents", "images": "images"}  # fmt: skip
 # Seconds after which a part is ended: twice what the longest takes on a quiet machine.
 LIMIT_S = 3000.0
 # Exit codes of a part whose package is not installed, and of one that has no load of the name that is given.
