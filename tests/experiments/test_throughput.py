@@ -248,6 +248,13 @@ def test_trls_asynchronous_trainer_and_both_engines_of_ours_train_on_answers_of_
 
 
 @pytest.mark.rest
+def test_a_small_run_of_images_has_prompts_of_their_length() -> None:
+    (row,) = small_rows("images")
+    assert row["sides"].keys() == {"images", "text and tower"} and row["ratio"] > 0
+    assert 64 < row["figures"]["prompt_tokens"] < 80, "an image of 224 x 224 has 64"
+
+
+@pytest.mark.rest
 def test_a_small_run_of_the_queue_gives_every_number() -> None:
     rows = {row["load"]: row for row in small_rows("queue")}
     for load in ("2 KB a rollout, fsync group", "64 KB a rollout, fsync off"):
