@@ -50,7 +50,6 @@ def told(tmp_path: Path, **overrides: Any) -> str:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"engine.kind": "vllm"}, "with engine.kind = 'vllm'; only 'torch' reads images"),
         (
             {"engine.kv.policy": "window", "engine.kv.window": 8},
             "with engine.kv.policy = 'window'; set engine.kv.policy = 'full'",
