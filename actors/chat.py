@@ -3,7 +3,7 @@ environment reads them too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -21,16 +21,6 @@ def chat_of(given: Sequence[Any], *, with_images: bool = False) -> list[dict[str
     there), an empty list of tool calls too; parts of text are joined. Raises ValueError: the message, the key, what is wrong.
     """
     return [_message(f"message {number}", each, with_images) for number, each in enumerate(given, 1)]
-
-
-def images_of(messages: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """The digests of the images in messages as `chat_of` gives them, in the order of their places."""
-    return tuple(part["image"] for message in messages for part in _parts(message) if part["type"] == "image")
-
-
-def _parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    content = message.get("content")
-    return content if isinstance(content, list) else ()
 
 
 def _message(which: str, given: Any, with_images: bool) -> dict[str, Any]:

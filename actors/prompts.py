@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 
-from async_rlhf.actors.chat import images_of
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
+from async_rlhf.buffers.images import images_of
 from async_rlhf.buffers.parsing import loads
 from async_rlhf.buffers.record import Int32Array
 

@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from async_rlhf.buffers.images import IMAGE, IMAGES
 from async_rlhf.buffers.images.decoding import MAX_BYTES, encoded
 
 MAX_IMAGES = 64
 """Of a prompt."""
-COLUMNS = ("images", "image")
+COLUMNS = (IMAGES, IMAGE)
 _KINDS = ("image", "image_url", "input_image")
 # Where a part of a message, or an object of a column, has its image.
 _PLACES = ("image", "image_url", "bytes", "base64", "path", "url")
@@ -114,7 +115,7 @@ def with_images(prompt: Any, columns: dict[str, Any], read: Read) -> Any:
         raise ValueError(f"it has {len(images)} images, the limit is {MAX_IMAGES}")
     for number, part in enumerate(images, 1):
         try:
-            digest = read(_only({name: value for name, value in part.items() if name not in _BESIDE}, "the part"))
+            digest = read(_only(part, "the part"))
         except ValueError as error:
             raise ValueError(f"image {number}: {error}") from error
         part.clear()

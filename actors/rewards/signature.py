@@ -21,12 +21,11 @@ from typing import Any, Literal
 from async_rlhf.actors.rewards.answer import Answer, read, read_list
 from async_rlhf.actors.rewards.settings import RewardFunction, settings_of
 from async_rlhf.buffers.errors import ConfigError, RewardError, did_you_mean
+from async_rlhf.buffers.images import IMAGE, IMAGES
 
 # The fields of every completion; a parameter is one of these or a column of the data.
 FIELDS = frozenset({"completion", "prompt", "model_prompt", "completion_ids", "prompt_ids", "finish_reason"})
 
-# The images of a prompt, a list for each; and the only one of each, as TRL's column of that name has it.
-IMAGES, IMAGE = "images", "image"
 # TRL's names for lists of ours. A function with one of these parameters is called TRL's way.
 _LISTED = {"prompts": "prompt", "completions": "completion", "stream_ids": "stream_id"}
 # The members' own fields in the group form; everything else belongs to the prompt, which they share.

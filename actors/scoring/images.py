@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from async_rlhf.actors.rewards import Signature
-from async_rlhf.actors.rewards.signature import IMAGE, IMAGES
 from async_rlhf.buffers.errors import RewardError
+from async_rlhf.buffers.images import IMAGE, IMAGES
 
 
 def with_paths(fields: Mapping[str, Any], directory: Path | None) -> Mapping[str, Any]:

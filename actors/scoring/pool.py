@@ -22,7 +22,6 @@ from async_rlhf.actors.config import REFERENCE, ScoringConfig
 from async_rlhf.actors.engine import Partial
 from async_rlhf.actors.prompts import PLAIN, Row, Template
 from async_rlhf.actors.rewards import Answer, RewardFunction, RewardSpec
-from async_rlhf.actors.rewards.signature import IMAGES
 from async_rlhf.actors.scoring.images import with_paths
 from async_rlhf.actors.scoring.places import RewardPlaces
 from async_rlhf.actors.scoring.remote import is_elsewhere
@@ -31,6 +30,7 @@ from async_rlhf.actors.scoring.reward_worker import Answers
 from async_rlhf.buffers import failures
 from async_rlhf.buffers.errors import RewardError
 from async_rlhf.buffers.failures import FailureKind
+from async_rlhf.buffers.images import IMAGES
 from async_rlhf.buffers.record import Float32Array, Rollout, SamplingMask, Score, pieces, source_of
 
 logger = logging.getLogger(__name__)

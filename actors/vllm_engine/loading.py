@@ -92,7 +92,7 @@ def _check_reading(engine: VLLMEngine, directory: Path, config: VLLMEngineConfig
         model = load_whole(language_model(directory), directory, dtype=getattr(torch, config.dtype)).eval()
         refused = partial(_refused, model.config.model_type)
         check_behind_images(engine, ImageTower(model, images.another()), _MAX_DIFFERENCE[config.dtype], refused)
-    except BaseException:
+    except BaseException:  # an interrupt too: vLLM's processes must not outlive a start that was given up
         engine.close()
         raise
 

@@ -21,14 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from async_rlhf.actors.chat import images_of
 from async_rlhf.actors.config import RewardsConfig, ScoringConfig
 from async_rlhf.actors.data.images import ImageLoader, as_text, has_images, taken_images, with_images
 from async_rlhf.actors.environments.rendering import as_messages
 from async_rlhf.actors.prompts import Row
-from async_rlhf.actors.rewards.signature import IMAGE, IMAGES
 from async_rlhf.actors.scoring.pool import GroupMember, Scored, ScoringInterval, ScoringPool
 from async_rlhf.buffers.errors import ConfigError, DeadlineError, RewardError
+from async_rlhf.buffers.images import IMAGE, IMAGES, images_of
 from async_rlhf.buffers.images.store import scratch
 from async_rlhf.buffers.parsing import json_value
 from async_rlhf.buffers.record import source_of

@@ -149,6 +149,6 @@ class RunData:
 
 def keep_images(rows: Iterable[Row], images: ImageStore) -> None:
     """Keep the images of rows that this process has loaded. Raises OSError."""
-    if digests := {digest for row in rows for digest in row.images}:
-        images.take(digests, scratch())
+    if missing := {digest for row in rows for digest in row.images}.difference(images):
+        images.take(missing, scratch())
         os.sync()  # one by one they would take milliseconds each

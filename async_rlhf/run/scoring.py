@@ -14,9 +14,9 @@ from async_rlhf.actors.environments import EnvironmentSpec
 from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.reference import is_address
 from async_rlhf.actors.rewards import RewardSpec, resolve
-from async_rlhf.actors.rewards.signature import IMAGE, IMAGES
 from async_rlhf.actors.scoring.model_stages import check_incremental
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.images import IMAGE, IMAGES
 from async_rlhf.buffers.record import SOURCE
 from async_rlhf.buffers.stages import GENERATION
 from async_rlhf.learner.registry import loss_spec

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.images import images_of
 from async_rlhf.buffers.images.store import ImageStore
 from async_rlhf.buffers.model_directory import LOADING, PROCESSOR_FILES, from_pretrained, reads_images
 
@@ -107,7 +108,7 @@ class ImageProcessor:
         return self._processed(text, names), names
 
     def _rendered(self, messages: Messages, variables: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
-        images = tuple(images_of(messages))
+        images = images_of(messages)
         for spelt in _texts(messages):
             if mark := next((each for each in self._marks if each in spelt), None):
                 raise ConfigError(
@@ -181,15 +182,6 @@ def _made_up() -> tuple[tuple[str, Any], ...]:
     random = np.random.default_rng(0)
     drawn = [Image.fromarray(random.integers(256, size=(h, w, 3)).astype(np.uint8)) for w, h in _SAMPLE]
     return tuple((f"{number:032x}", each) for number, each in enumerate(drawn))
-
-
-def images_of(messages: Messages) -> Iterator[str]:
-    """Digests of the images in messages, in their order."""
-    for message in messages:
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            if part.get("type") == "image":
-                yield part["image"]
 
 
 def _texts(messages: Messages) -> Iterator[str]:

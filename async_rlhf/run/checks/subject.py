@@ -82,11 +82,10 @@ class Subject:
 
     @cached_property
     def lengths(self) -> PromptLengths:
-        places = "" if self.images is None else self.images.mark  # which are no text
-        texts = [text.replace(places, "") if places else text for text in self.texts]
-        found = self.tokenizer.lengths(texts, self.are_chats[: len(texts)], self.limit[0])
         if self.images is None:
-            return found
+            return self.tokenizer.lengths(self.texts, self.are_chats[: len(self.texts)], self.limit[0])
+        texts = [text.replace(self.images.mark, "") for text in self.texts]  # places are no text
+        found = self.tokenizer.lengths(texts, self.are_chats[: len(texts)], self.limit[0])
         return images.with_images(found, self.all_rows, self.config.data.row_template, self.images, self.limit[0])
 
     @cached_property
