@@ -25,7 +25,7 @@ from async_rlhf.buffers.record import Group
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.transport.link import Connect, Connection, SocketLink
 from async_rlhf.buffers.weights import delta
-from async_rlhf.buffers.weights.shared import HeapMemory, SealedMemory, is_local
+from async_rlhf.buffers.weights.shared import HeapMemory, SealedPool, is_local
 from async_rlhf.buffers.weights.store import MAX_DELTA_SHARE, Delta
 from async_rlhf.buffers.weights.weight_set import WeightSet, chunk_of, num_chunks
 
@@ -267,14 +267,14 @@ class WeightSender:
 
     def __init__(self, connection: Connection, address: str, config: WeightsConfig, timeout_s: float) -> None:
         self._connection, self._timeout_s, self._config = connection, timeout_s, config
-        self._shares = config.transport != "chunks" and is_local(address)
+        shares = config.transport != "chunks" and is_local(address)
+        self._make = SealedPool().make if shares else HeapMemory
         self._before: WeightSet | None = None
         self._wants_delta = False
 
     def copied(self, fence: int, version: int, tensors: Mapping[str, RawTensor], canary: Canary | None) -> WeightSet:
         """Waits for nothing: a sealed part is announced, and has no answer."""
-        make = SealedMemory.make if self._shares else HeapMemory
-        return WeightSet.of(fence, version, tensors, canary, make, self._connection.send)
+        return WeightSet.of(fence, version, tensors, canary, self._make, self._connection.send)
 
     def publish(self, weights: WeightSet) -> None:
         """Raises RefusedError when the hub does not take the set, DeadlineError when it does not answer."""

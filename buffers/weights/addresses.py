@@ -7,6 +7,7 @@ of the size of a huge page, so that it can have some. Linux only.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import weakref
@@ -36,9 +37,12 @@ class Addresses:
         """A write to bytes that were not mapped for writing ends the process."""
         # Not when the interpreter ends: a thread may still read it, and the kernel frees it anyway.
         weakref.finalize(self.bytes, _libc().munmap, began, reserved).atexit = False
+
+    def lent(self) -> npt.NDArray[np.uint8]:
+        """All bytes, read-only."""
         lent = self.bytes.view()
         lent.flags.writeable = False
-        self.view = lent.data
+        return lent
 
     def map(self, offset: int, num_bytes: int, descriptor: int, *, written: bool = False, private: bool = False) -> None:
         """Bytes from `offset` on, a multiple of the page, are those of a file from now on, to be read. written: and to be
@@ -48,6 +52,12 @@ class Addresses:
         _map(self._start + offset, num_bytes, protection, kind | _FIXED, descriptor)
         if written:  # a process that is forked now would keep it writable, and from being sealed
             _libc().madvise(self._start + offset, num_bytes, mmap.MADV_DONTFORK)
+
+    def protect(self, offset: int, num_bytes: int, *, written: bool) -> None:
+        """Whether these bytes, which were mapped to be written, may be. Raises OSError."""
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if written else 0)
+        if _libc().mprotect(self._start + offset, num_bytes, protection):
+            raise _system_error()
 
     def fill(self, offset: int, num_bytes: int) -> bool:
         """Give memory to these bytes, which are to be written: no write waits for it then, or ends the process for want of it.
@@ -69,6 +79,8 @@ def lay(paths: Sequence[str]) -> memoryview:
     """Files mapped one behind the other, each but the last of whole pages. Writes stay private. Raises OSError."""
     files = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths]
     try:
+        for file in files:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # while they are mapped none is written (`shared`)
         sizes = [os.fstat(file).st_size for file in files]
         if not any(sizes):
             return memoryview(bytearray())
@@ -85,9 +97,13 @@ def lay(paths: Sequence[str]) -> memoryview:
 def _map(at: int | None, num_bytes: int, protection: int, flags: int, descriptor: int) -> int:
     address: int | None = _libc().mmap(at, num_bytes, protection, flags, descriptor, 0)
     if address is None or address == _FAILED:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
+        raise _system_error()
     return address
+
+
+def _system_error() -> OSError:
+    error = ctypes.get_errno()
+    return OSError(error, os.strerror(error))
 
 
 @cache
@@ -95,5 +111,6 @@ def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     size, pointer = ctypes.c_size_t, ctypes.c_void_p
     libc.mmap.argtypes, libc.mmap.restype = (pointer, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long), pointer
-    libc.munmap.argtypes, libc.madvise.argtypes = (pointer, size), (pointer, size, ctypes.c_int)
+    libc.munmap.argtypes = (pointer, size)
+    libc.madvise.argtypes = libc.mprotect.argtypes = (pointer, size, ctypes.c_int)
     return libc

@@ -12,7 +12,7 @@ import xxhash
 
 A = TypeVar("A")
 B = TypeVar("B")
-CACHED_BYTES = 1 << 18
+CACHED_BYTES = 1 << 19
 """Bytes read at a time, so that further work on them finds them in the processor's cache."""
 _MANY_BYTES = 4 << 20  # below, starting threads costs more than they save
 _MAX_THREADS = 4  # more would take cores from engines and learner, and memory is hardly faster

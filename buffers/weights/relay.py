@@ -29,7 +29,7 @@ from async_rlhf.buffers.transport.link import Connect, Link, SocketLink
 from async_rlhf.buffers.transport.server import Refusals, ServerSocket
 from async_rlhf.buffers.weights.receiver import WeightReceiver
 from async_rlhf.buffers.weights.server import WeightServer
-from async_rlhf.buffers.weights.shared import HeapPool, SealedMemory
+from async_rlhf.buffers.weights.shared import HeapPool, SealedPool
 from async_rlhf.buffers.weights.store import WeightStore
 
 _TICK_S = 1.0
@@ -153,7 +153,7 @@ class WeightCache:
     def __init__(self, fetch_link: Link, hub_address: str, config: WeightsConfig) -> None:
         self._link, self._last_request = fetch_link, 0
         self._weight_server = WeightServer(WeightStore(), config)
-        make = HeapPool().make if config.transport == "chunks" else SealedMemory.make
+        make = (HeapPool() if config.transport == "chunks" else SealedPool()).make
         self._weight_receiver = WeightReceiver(self._send, fetch_link.clock, hub_address, config, make)
         self._waiting: dict[Target, list[tuple[bytes, int, wire.Fetch]]] = {}
         self._current: Target | None = None

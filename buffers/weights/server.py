@@ -21,7 +21,7 @@ from async_rlhf.buffers.weights.adoption import Adoption, Version, adoption_of, 
 from async_rlhf.buffers.weights.assembly import Assembly, ChunkedBytes, EarlyParts, Verifier
 from async_rlhf.buffers.weights.broadcast import Broadcasts
 from async_rlhf.buffers.weights.digests import num_threads
-from async_rlhf.buffers.weights.shared import HeapPool, Memory, SealedMemory, attach
+from async_rlhf.buffers.weights.shared import HeapPool, Memory, SealedMemory, SealedPool, attach
 from async_rlhf.buffers.weights.store import MAX_DELTA_SHARE, Delta, WeightStore
 from async_rlhf.buffers.weights.weight_set import WeightSet, chunk_of, chunks_of, content_digest
 
@@ -60,7 +60,8 @@ class WeightServer:
     """Owns the store, the set that is on its way from the learner, and before that the parts of it that are sealed."""
 
     def __init__(self, store: WeightStore, config: WeightsConfig | None = None) -> None:
-        self.store, self._config, self._pool = store, config or WeightsConfig(), HeapPool()
+        self.store, self._config = store, config or WeightsConfig()
+        self._pool = HeapPool() if self._config.transport == "chunks" else SealedPool()
         self._incoming: _Incoming | None = None
         self._early: EarlyParts | None = None
         self.broadcasts = Broadcasts()
@@ -110,7 +111,7 @@ class WeightServer:
         if self._config.transport == "chunks":
             return
         if self._early is None or not self._early.is_of(part):
-            self._early = EarlyParts(part, SealedMemory.make(part.num_bytes), num_threads())
+            self._early = EarlyParts(part, SealedMemory(part.num_bytes), num_threads())
         if not self._early.add(part):
             self._early = None
 
@@ -129,7 +130,7 @@ class WeightServer:
 
     def _begin(self, announced: wire.Publish) -> _Incoming:
         """Decide which bytes of this set must be sent."""
-        delta, transport = announced.delta, self._config.transport
+        delta = announced.delta
         if delta is not None and (
             delta.num_bytes > MAX_DELTA_SHARE * announced.num_bytes or delta.result != content_digest(announced.tensors)
         ):
@@ -141,8 +142,7 @@ class WeightServer:
             delta=delta is not None,
             delta_next=self._config.delta and (given is None or self._sends_chunks),
         )
-        make = self._pool.make if transport == "chunks" else SealedMemory.make
-        assembly = Assembly(announced, make, given, begun, num_threads())
+        assembly = Assembly(announced, self._pool.make, given, begun, num_threads())
         incoming = ChunkedBytes(f"the delta to version {announced.version}", delta.num_bytes if delta else 0)
         self._counters["sets_mapped"] += given is not None
         return _Incoming(assembly, wanted, base, delta, incoming)

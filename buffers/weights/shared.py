@@ -2,9 +2,14 @@
 
 Sealed memory has no name in any file system: a set is one to sixteen anonymous files (memfd), its *parts*, that others open by
 process, descriptor and a random token, as the same user only. The kernel frees each with the last process that has it open or
-mapped, so that no kill leaves anything behind. Once sealed a part cannot change or shrink: a process that has verified it may
-read it ever after, and may do so while the next is still being written. Where there is no such memory (only Linux has it)
-everything stays on the heap, and sets travel as chunks.
+mapped, so that no kill leaves anything behind. A sealed part does not change or shrink as long as another process has it: one
+that has verified it may read it meanwhile, also while the next part is still being written. Where there is no such memory (only
+Linux has it) everything stays on the heap, and sets travel as chunks.
+
+Fresh memory costs more than the copy into it, so a process writes its next set into a set that it has dropped and that no other
+process has any more. That is decided by the kernel's lock of each part (flock), which ends with the last mapping, however its
+process ends: shared while a process has the part, exclusive while it is written. The token of what is in a part is its time of
+modification, so that a place that was told before does not lead to what is written there later.
 """
 
 from __future__ import annotations
@@ -15,8 +20,8 @@ import os
 import secrets
 import sys
 import threading
-import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -32,9 +37,11 @@ Bytes = npt.NDArray[np.uint8]
 PART_BYTES, _MAX_PARTS = 64 << 20, 16
 """For sets up to 1 GiB; larger sets have larger parts, for each part costs every process that has the set a descriptor."""
 _BLOCK_BYTES = 8 << 20  # that memory is given to in one go: about a millisecond
-_NAME = "async-rlhf-weights-"
-# The kernel takes a page that it is just moving for one that may be written; it waits for 0.15 s itself, then returns EBUSY.
-_SEAL_TRIES, _SEAL_PAUSE_S = 40, 0.05
+_NAME = "async-rlhf-weights"
+_TOKEN_BITS = 62  # of a time in ns that all file systems know
+_FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+# Of Linux 5.1: only mappings for writing that are there already may write.
+_SEALS = _FIXED_SIZE | fcntl.F_SEAL_SEAL | 0x10
 HAS_SEALS = sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
 
 
@@ -117,29 +124,63 @@ class HeapPool:
 
 
 class SealedMemory:
-    """Owns the addresses of the whole set, and of each part that is there one descriptor; all end with the last reference."""
+    """Memory for one set. parts: those to write into; they are lent, and `freed` is called with them when no view is left."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes, self._part_bytes = num_bytes, part_bytes(num_bytes)
-        try:
-            self._addresses = Addresses(num_bytes)
-        except (OSError, ValueError, OverflowError) as error:
-            raise _no_room(num_bytes, error) from error
-        self.view = self._addresses.view
-        self._parts: dict[int, SealedPlace] = {}
-        self._sealed: set[int] = set()
-        self._filled: set[tuple[int, int]] = set()
-        self._opening = threading.Lock()
-        weakref.finalize(self, _close, self._parts)
-
-    @classmethod
-    def make(cls, num_bytes: int) -> Memory:
-        """Memory for a set, not sealed yet; on the heap where there is no sealed memory."""
-        return cls(num_bytes) if HAS_SEALS and num_bytes > 0 else HeapMemory(num_bytes)
+    def __init__(
+        self, num_bytes: int, parts: SealedParts | None = None, freed: Callable[[SealedParts], None] | None = None
+    ) -> None:
+        self._parts = SealedParts(num_bytes) if parts is None else parts
+        lent = self._parts.addresses.lent()
+        if freed is not None:
+            weakref.finalize(lent, freed, self._parts).atexit = False
+        self.view = lent.data
+        self.write, self.seal, self.take = self._parts.write, self._parts.seal, self._parts.take
 
     @property
     def places(self) -> list[SealedPlace]:
-        return [place for _, place in sorted(self._parts.items())]
+        return self._parts.places
+
+
+class SealedPool:
+    """Makes memory for sets, not sealed yet; on the heap where there is no sealed memory.
+
+    Owns the parts of dropped sets that other processes may still have. Of those that none has it writes into one, and gives
+    the others back.
+    """
+
+    def __init__(self) -> None:
+        self._dropped = deque[SealedParts]()
+
+    def make(self, num_bytes: int) -> Memory:
+        if not HAS_SEALS or num_bytes == 0:
+            return HeapMemory(num_bytes)
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        free = [parts for parts in dropped if parts.reopen()]
+        self._dropped.extend(parts for parts in dropped if parts not in free)
+        found = next((parts for parts in free if parts.num_bytes == num_bytes), None)
+        return SealedMemory(num_bytes, found, self._dropped.append)
+
+
+class SealedParts:
+    """Owns the addresses of a whole set, and of each part that is there one descriptor; all end with the last reference."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes, self._part_bytes = num_bytes, part_bytes(num_bytes)
+        try:
+            self.addresses = Addresses(num_bytes)
+        except (OSError, ValueError, OverflowError) as error:
+            raise _no_room(num_bytes, error) from error
+        self._descriptors: dict[int, int] = {}
+        self._tokens: dict[int, str] = {}
+        self._filled: set[tuple[int, int]] = set()
+        self._opening = threading.Lock()
+        weakref.finalize(self, _close, self._descriptors)
+
+    @property
+    def places(self) -> list[SealedPlace]:
+        """Of the sealed parts."""
+        tokens = sorted(self._tokens.items())
+        return [SealedPlace(pid=os.getpid(), descriptor=self._descriptors[index], token=token) for index, token in tokens]
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         left = memoryview(data)
@@ -148,85 +189,92 @@ class SealedMemory:
                 index, start = divmod(offset, self._part_bytes)
                 piece = left[: min(self._part_bytes - start, _BLOCK_BYTES - start % _BLOCK_BYTES)]
                 self._open(index, start)
-                np.copyto(self._addresses.bytes[offset : offset + len(piece)], np.frombuffer(piece, np.uint8))
+                np.copyto(self.addresses.bytes[offset : offset + len(piece)], np.frombuffer(piece, np.uint8))
                 left, offset = left[len(piece) :], offset + len(piece)
         except OSError as error:
-            raise _no_room(self._num_bytes, error) from error
+            raise _no_room(self.num_bytes, error) from error
 
     def seal(self, index: int | None = None) -> None:
-        for number in {*(self._parts if index is None else [index])} - self._sealed:
-            descriptor = self._parts[number].descriptor
-            # Through a read-only descriptor: memory with a writable mapping cannot be sealed.
-            reader = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                self._addresses.map(number * self._part_bytes, self._size(number), reader)
-            finally:
-                os.close(reader)
-            _seal(descriptor)
-            self._sealed.add(number)
+        for number in {*(self._descriptors if index is None else [index])} - self._tokens.keys():
+            descriptor, token = self._descriptors[number], secrets.randbits(_TOKEN_BITS)
+            self._protect(number, written=False)
+            with suppress(OSError):  # sealed before, or an older Linux, where only the readers' mappings cannot write
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            os.utime(descriptor, ns=(token, token))
+            self._tokens[number] = _as_text(token)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+    def reopen(self) -> bool:
+        """Whether no other process has a part; all of them may then be written. For parts that this process wrote."""
+        locked = list[int]()
+        try:
+            for descriptor in self._descriptors.values():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locked.append(descriptor)
+        except BlockingIOError:
+            for descriptor in locked:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            return False
+        for index, descriptor in self._descriptors.items():
+            os.utime(descriptor, ns=(0, 0))
+            self._protect(index, written=True)
+        self._tokens.clear()
+        return True
 
     def take(self, index: int, place: SealedPlace) -> bool:
-        if not 0 <= index < num_parts(self._num_bytes) or index in self._parts:
+        if not 0 <= index < num_parts(self.num_bytes) or index in self._descriptors:
             return False
         size = self._size(index)
         descriptor = _open_sealed(place, size)
         if descriptor is None:
             return False
         try:
-            self._addresses.map(index * self._part_bytes, size, descriptor)
+            self.addresses.map(index * self._part_bytes, size, descriptor)
         except OSError:
             os.close(descriptor)
             return False
-        self._keep(index, descriptor, place.token)
-        self._sealed.add(index)
+        self._descriptors[index], self._tokens[index] = descriptor, place.token
         return True
 
     def _size(self, index: int) -> int:
-        return min(self._part_bytes, self._num_bytes - index * self._part_bytes)
+        return min(self._part_bytes, self.num_bytes - index * self._part_bytes)
 
-    def _keep(self, index: int, descriptor: int, token: str) -> None:
-        self._parts[index] = SealedPlace(pid=os.getpid(), descriptor=descriptor, token=token)
+    def _protect(self, index: int, *, written: bool) -> None:
+        self.addresses.protect(index * self._part_bytes, self._size(index), written=written)
 
     def _open(self, index: int, start: int) -> None:
         """Make this part, unless it exists, so that it can be written from byte `start` on. Raises OSError."""
         with self._opening:
-            if index not in self._parts:
-                self._make(index, secrets.token_hex(16))
-        if index in self._sealed:
+            if index not in self._descriptors:
+                self._descriptors[index] = self._made(index)
+        if index in self._tokens:
             raise PermissionError(errno.EPERM, "it is sealed")
         at = start // _BLOCK_BYTES * _BLOCK_BYTES
         if (index, at) not in self._filled:  # by two threads, perhaps, to no harm
             size = min(_BLOCK_BYTES, self._size(index) - at)
-            if not self._addresses.fill(index * self._part_bytes + at, size):
-                os.posix_fallocate(self._parts[index].descriptor, at, size)
+            if not self.addresses.fill(index * self._part_bytes + at, size):
+                os.posix_fallocate(self._descriptors[index], at, size)
             self._filled.add((index, at))
 
-    def _make(self, index: int, token: str) -> None:
-        descriptor = os.memfd_create(_NAME + token, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    def _made(self, index: int) -> int:
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, self._size(index))
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            self._addresses.map(index * self._part_bytes, self._size(index), descriptor, written=True)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _FIXED_SIZE)
+            self.addresses.map(index * self._part_bytes, self._size(index), descriptor, written=True)
         except OSError:
             os.close(descriptor)
             raise
-        self._keep(index, descriptor, token)
+        return descriptor
 
 
-def _close(parts: dict[int, SealedPlace]) -> None:
-    for place in parts.values():
-        os.close(place.descriptor)
+def _close(descriptors: dict[int, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)
 
 
-def _seal(descriptor: int) -> None:
-    for left in reversed(range(_SEAL_TRIES)):
-        try:
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
-            return
-        except OSError as error:
-            if error.errno != errno.EBUSY or not left:
-                raise
-            time.sleep(_SEAL_PAUSE_S)
+def _as_text(token: int) -> str:
+    return f"{token:032x}"
 
 
 def attach(places: Sequence[SealedPlace], num_bytes: int) -> SealedMemory | None:
@@ -238,18 +286,20 @@ def attach(places: Sequence[SealedPlace], num_bytes: int) -> SealedMemory | None
 
 
 def _open_sealed(place: SealedPlace, num_bytes: int) -> int | None:
-    """A descriptor of the part at this place, if it is one."""
+    """A descriptor of the part at this place, if it is one, which keeps it from being written."""
     path = path_of(place)
     try:
         # Checked before opening: other descriptors of a process (a pipe, a device) must not be touched.
-        if os.readlink(path) != f"/memfd:{_NAME}{place.token} (deleted)":
+        if os.readlink(path) != f"/memfd:{_NAME} (deleted)":
             return None
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     with suppress(OSError):
-        sealed = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & sealed == sealed and os.fstat(descriptor).st_size == num_bytes:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        is_fixed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _FIXED_SIZE == _FIXED_SIZE
+        found = os.fstat(descriptor)
+        if is_fixed and found.st_size == num_bytes and _as_text(found.st_mtime_ns) == place.token:
             return descriptor
     os.close(descriptor)
     return None

@@ -28,7 +28,7 @@ from async_rlhf.actors.data.config import DataConfig
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.served_model.weights import adopt_weights
 from async_rlhf.actors.torch_engine.engine import TorchEngine
-from async_rlhf.buffers.weights.shared import SealedMemory
+from async_rlhf.buffers.weights.shared import SealedPool
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from async_rlhf.experiments.throughput.engine import LAYERS, WIDTH, make_model, requests_of
 from async_rlhf.experiments.throughput.harness import Bench, BenchmarkRow, rounded, shown, timed
@@ -146,7 +146,7 @@ def weights(size: int) -> Callable[[], float]:
 
     def publish() -> None:
         tensors = {name: raw(each.detach()) for name, each in learned.named_parameters()}
-        adopt_weights(served, WeightSet.of(1, 1, tensors, make=SealedMemory.make).tensors())
+        adopt_weights(served, WeightSet.of(1, 1, tensors, make=SealedPool().make).tensors())
 
     return timed(publish, time.process_time)
 

@@ -1,6 +1,7 @@
 """How fast do weights get from the learner to an actor? Beside memcpy and raw ZeroMQ, in turns, on one machine.
 
-- adopt:    an actor maps a set and copies the tensors into its own; beside copying one array
+- seal:     a learner's set is copied into memory that others map, with digests; beside copying one array in as many threads
+- adopt:    an actor maps a set and copies the tensors into its own; beside that copy
 - shared:   from the learner's `publish` to adopted, through a hub, all three processes on one host; beside that copy
 - tcp:      an actor fetches the chunks of a set from a hub over loopback; beside PUSH/PULL of frames of the same size
 - delta:    from `publish` to adopted over loopback tcp with 2 % of the elements changed; beside the same without deltas
@@ -36,7 +37,7 @@ from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights.assembly import mapped
 from async_rlhf.buffers.weights.digests import in_threads, num_threads
-from async_rlhf.buffers.weights.shared import SealedMemory, attach
+from async_rlhf.buffers.weights.shared import SealedPool, attach
 from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES, WeightSet
 from async_rlhf.experiments.throughput import weight_roles
 from async_rlhf.experiments.throughput.harness import (
@@ -67,9 +68,11 @@ def weights(bench: Bench) -> Iterator[BenchmarkRow]:
         return beside(load, sides, turns, "GB/s", num_bytes / 1e9, at_least=at_least, figures={"set_mb": num_bytes / 1e6})
 
     copy = partial(memcpy_seconds, num_bytes)
-    held, arrays = WeightSet.of(1, 1, as_tensors(make_words(num_bytes)), make=SealedMemory.make), dict[str, Any]()
+    seal = partial(WeightSet.of, 1, 1, as_tensors(make_words(num_bytes)), make=SealedPool().make)
+    yield row("seal", 0.7, ours=timed(seal), memcpy=copy)
+    held, arrays = seal(), dict[str, Any]()
     yield row("adopt", 0.3, ours=partial(adopt_seconds, held, arrays), memcpy=copy)
-    del held, arrays
+    del held, arrays, seal
     with WeightFleet.of("ipc", "auto", num_bytes) as fleet:
         yield row("shared", 0.1, ours=lambda: fleet.publish().total, memcpy=copy)
     with WeightFleet.of("tcp", "chunks", num_bytes) as fleet:
@@ -94,11 +97,9 @@ def copy_into(arrays: Arrays, tensors: Mapping[str, RawTensor]) -> None:
 
 
 def memcpy_seconds(num_bytes: int) -> float:
-    """One copy between two arrays that are in memory already."""
+    """One copy between two arrays that are in memory already, in as many threads as a set is copied in."""
     source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
-    began = perf_counter()
-    np.copyto(target, source)
-    return perf_counter() - began
+    return timed(lambda: weight_roles.copy(target, source))()
 
 
 def adopt_seconds(weights: WeightSet, arrays: Arrays) -> float:

@@ -21,7 +21,7 @@ from async_rlhf.buffers.errors import ConfigError, EngineError
 from async_rlhf.buffers.record import Span
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.buffers.tensors import RawTensor
-from async_rlhf.buffers.weights.shared import SealedMemory
+from async_rlhf.buffers.weights.shared import SealedPool
 from async_rlhf.buffers.weights.weight_set import WeightSet
 
 REQUEST = Request(RolloutKey(1, 0, 2), (5, 6), 8, Sampling(temperature=0.7, top_k=2), seed=3)
@@ -86,7 +86,7 @@ def test_the_workers_read_the_tensors_bit_for_bit_and_change_them_for_no_other()
         )
         for name, tensor in tensors.items()
     }
-    weights = WeightSet.of(1, 1, raw, make=SealedMemory.make)
+    weights = WeightSet.of(1, 1, raw, make=SealedPool().make)
     sealed = weights.tensors()
     for given, is_mapped in ((raw, False), (sealed, True)):
         with as_index(given) as path:

@@ -16,7 +16,7 @@ from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.tensors import RawTensor
-from async_rlhf.buffers.weights.shared import SealedMemory
+from async_rlhf.buffers.weights.shared import SealedPool
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.step.controller import Controller, make_backend
@@ -62,7 +62,7 @@ def test_a_sound_set_is_adopted_to_the_last_bit_tied_parameters_once(kind: str) 
 def test_parameters_lie_in_a_sealed_set_and_nothing_that_comes_later_is_written_into_it(tmp_path: Path) -> None:
     save_model(make_model(0), tmp_path)
     engine = load_engine(str(tmp_path), TorchEngineConfig(slots=4), version=0)
-    sealed = WeightSet.of(1, 1, raw_weights(make_model(1)), make=SealedMemory.make)
+    sealed = WeightSet.of(1, 1, raw_weights(make_model(1)), make=SealedPool().make)
     before, parameters = bytes(sealed.blob), dict(engine._model.named_parameters())
     places = {name: np.frombuffer(each.data, np.uint8).ctypes.data for name, each in sealed.tensors().items()}
     for version, tensors in enumerate((sealed.tensors(), raw_weights(make_model(2)), raw_weights(make_model(3))), start=1):

@@ -136,7 +136,8 @@ class Machine:
         with ExitStack() as stack:
             stack.enter_context(patch.object(shared, "PART_BYTES", PART_BYTES))
             for module in SEALING:
-                stack.enter_context(patch(f"{module}.SealedMemory", self))
+                stack.enter_context(patch(f"{module}.SealedPool", lambda: self))
+            stack.enter_context(patch("async_rlhf.buffers.weights.server.SealedMemory", self.make))
             for module in MAPPING:
                 stack.enter_context(patch(f"{module}.attach", self.attach))
             yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import signal
 import subprocess
@@ -17,44 +16,59 @@ import pytest
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.protocol.message import SealedPlace
 from async_rlhf.buffers.tensors import RawTensor
-from async_rlhf.buffers.weights import shared
 from async_rlhf.buffers.weights.assembly import Assembly
-from async_rlhf.buffers.weights.shared import HAS_SEALS, HeapMemory, SealedMemory, attach
+from async_rlhf.buffers.weights.shared import HAS_SEALS, HeapMemory, SealedPool, attach, path_of
 from async_rlhf.buffers.weights.weight_set import WeightSet
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.skipif(not HAS_SEALS, reason="this system has no sealed memory")
 # A process that holds a sealed set, says where it lies, and waits for its end.
 HOLDER = """
-import sys, time
-from async_rlhf.buffers.weights.shared import SealedMemory
-memory = SealedMemory.make(8)
+import sys
+from async_rlhf.buffers.weights.shared import SealedPool
+memory = SealedPool().make(8)
 memory.write(0, b"12345678")
-if "sealed" in sys.argv:
-    memory.seal()
+memory.seal()
 print(memory.places[0].model_dump_json(), flush=True)
 sys.stdin.read()
 """
 
 
 @contextmanager
-def holder(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], SealedPlace]]:
-    command = [sys.executable, "-c", HOLDER, *arguments]
+def running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        assert process.stdout is not None
-        yield process, SealedPlace.model_validate_json(process.stdout.readline())
+        yield process
     finally:
         process.kill()
         process.communicate(timeout=300)
 
 
+@contextmanager
+def holder() -> Iterator[tuple[subprocess.Popen[str], SealedPlace]]:
+    with running([sys.executable, "-c", HOLDER]) as process:
+        assert process.stdout is not None
+        yield process, SealedPlace.model_validate_json(process.stdout.readline())
+
+
+def used() -> tuple[int, int]:
+    """Descriptors and mappings of this process."""
+    return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("async-rlhf-weights")
+
+
+SIZE = 1 << 14
+
+
+def numbered(pool: SealedPool, number: int) -> WeightSet:
+    return WeightSet.of(1, number, {"w": RawTensor("uint8", (SIZE,), bytes([number] * SIZE))}, make=pool.make)
+
+
 def sealed_set() -> WeightSet:
-    return WeightSet.of(1, 1, {"w": RawTensor("uint8", (4,), b"abcd")}, make=SealedMemory.make)
+    return WeightSet.of(1, 1, {"w": RawTensor("uint8", (4,), b"abcd")}, make=SealedPool().make)
 
 
 def test_a_set_of_another_process_is_mapped_and_outlives_its_kill() -> None:
-    with holder("sealed") as (process, place):
+    with holder() as (process, place):
         memory = attach([place], 8)
         assert memory is not None
         process.send_signal(signal.SIGKILL)
@@ -65,10 +79,8 @@ def test_a_set_of_another_process_is_mapped_and_outlives_its_kill() -> None:
         assert attach([place], 8) is None, "the name died with the process"
 
 
-def test_what_is_not_sealed_or_not_what_was_named_is_not_mapped() -> None:
-    with holder() as (_, place):
-        assert attach([place], 8) is None
-    mine = SealedMemory.make(8)
+def test_what_is_not_what_was_named_is_not_mapped() -> None:
+    mine = SealedPool().make(8)
     mine.write(0, bytes(8))
     mine.seal()
     (place,) = mine.places
@@ -100,13 +112,12 @@ def test_sealed_memory_cannot_be_changed_or_cut_short_by_anybody() -> None:
         os.close(writer)
     with pytest.raises(TypeError):
         weights.tensors()["w"].data[0] = 0  # type: ignore[index]
+    mapped = [line.split()[1] for line in Path("/proc/self/maps").read_text().splitlines() if "async-rlhf-weights" in line]
+    assert mapped and set(mapped) == {"r--s"}, "not even the process that wrote it has an address to write to"
     assert bytes(weights.blob) == b"abcd"
 
 
 def test_a_set_dropped_gives_its_descriptors_and_mappings_back() -> None:
-    def used() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("async-rlhf-weights")
-
     before = used()
     weights = sealed_set()
     announced = weights.announcement()
@@ -127,15 +138,82 @@ def test_mapped_bytes_that_are_not_what_their_digests_say_are_refused() -> None:
 
 
 def test_a_set_without_bytes_or_too_large_for_any_memory_is_no_special_case() -> None:
-    assert isinstance(SealedMemory.make(0), HeapMemory)
+    assert isinstance(SealedPool().make(0), HeapMemory)
     with pytest.raises(WeightsError, match="no room for"):
-        SealedMemory.make(sys.maxsize)
+        SealedPool().make(sys.maxsize)
 
 
-def test_a_set_is_sealed_as_soon_as_the_kernel_lets_go_of_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = SealedMemory.make(8)
-    memory.write(0, bytes(8))
-    held = mmap.mmap(memory.places[0].descriptor, 8)  # a writable mapping keeps the seal away
-    monkeypatch.setattr(shared.time, "sleep", lambda pause_s: held.close())
+def test_a_set_is_written_into_one_that_nobody_has_any_more() -> None:
+    pool = SealedPool()
+    first = numbered(pool, 1)
+    (old,) = first.announcement().places
+    reader = attach([old], SIZE)
+    del first
+    second = numbered(pool, 2)
+    assert reader is not None and bytes(reader.view) == bytes([1] * SIZE), "a set that is read is not written"
+    assert second.announcement().places[0].descriptor != old.descriptor
+    view = reader.view
+    del reader
+    third = numbered(pool, 3)
+    assert bytes(view) == bytes([1] * SIZE), "also where a view is all that is left of it"
+    del view, second
+    fourth = numbered(pool, 4)
+    (new,) = fourth.announcement().places
+    assert new.descriptor == old.descriptor
+    assert attach([old], SIZE) is None, "the old place is that of the old bytes"
+    found = attach([new], SIZE)
+    assert found is not None and bytes(found.view) == bytes([4] * SIZE)
+    assert bytes(third.blob) == bytes([3] * SIZE)
+
+
+READER = """
+import sys
+from async_rlhf.buffers.protocol.message import SealedPlace
+from async_rlhf.buffers.weights.shared import attach
+memory = attach([SealedPlace.model_validate_json(sys.argv[1])], int(sys.argv[2]))
+print(memory is not None, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_reader_that_is_killed_no_longer_keeps_a_set_from_being_written() -> None:
+    pool = SealedPool()
+    first = numbered(pool, 1)
+    (place,) = first.announcement().places
+    command = [sys.executable, "-c", READER, place.model_dump_json(), str(SIZE)]
+    with running(command) as process:
+        assert process.stdout is not None and process.stdout.readline() == "True\n"
+        del first
+        second = numbered(pool, 2)
+        assert second.announcement().places[0].descriptor != place.descriptor
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=300)
+    third = numbered(pool, 3)
+    assert third.announcement().places[0].descriptor == place.descriptor
+
+
+def test_what_is_being_written_again_is_not_mapped() -> None:
+    pool = SealedPool()
+    first = numbered(pool, 1)
+    (place,) = first.announcement().places
+    del first
+    memory = pool.make(SIZE)
+    memory.write(0, bytes(SIZE))
+    assert not memory.places and attach([place], SIZE) is None
+    assert os.stat(path_of(place)).st_mtime_ns == 0, "nor by the old place if it is killed meanwhile"
+    assert attach([place.model_copy(update={"token": "0" * 32})], SIZE) is None
     memory.seal()
-    assert attach(memory.places, 8) is not None
+    assert [each.descriptor for each in memory.places] == [place.descriptor] and attach([place], SIZE) is None
+    assert attach(memory.places, SIZE) is not None
+
+
+def test_a_pool_gives_back_what_it_does_not_need() -> None:
+    pool = SealedPool()
+    before = used()
+    sets = [numbered(pool, each) for each in range(3)]
+    del sets
+    kept = numbered(pool, 4)
+    assert used()[0] == before[0] + 1
+    del kept
+    assert pool.make(2 * SIZE).view.nbytes == 2 * SIZE
+    assert used() == before

@@ -19,7 +19,7 @@ from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights import digests
 from async_rlhf.buffers.weights.assembly import PIECE_BYTES, Assembly
 from async_rlhf.buffers.weights.receiver import TURN_S, WeightReceiver
-from async_rlhf.buffers.weights.shared import HAS_SEALS, HeapMemory, SealedMemory
+from async_rlhf.buffers.weights.shared import HAS_SEALS, HeapMemory, SealedPool
 from async_rlhf.buffers.weights.store import WeightStore
 from async_rlhf.buffers.weights.weight_set import CHUNK_BYTES, WeightSet
 
@@ -125,7 +125,7 @@ def test_a_large_set_is_copied_by_several_threads_into_the_same_set(monkeypatch:
     tensors = {str(n): RawTensor("uint8", (1000 * n,), random.Random(n).randbytes(1000 * n)) for n in range(20)}
     alone = WeightSet.of(1, 1, tensors)
     monkeypatch.setattr(digests, "_MANY_BYTES", 0)
-    for make in (HeapMemory, SealedMemory.make):
+    for make in (HeapMemory, SealedPool().make):
         together = WeightSet.of(1, 1, tensors, make=make)
         assert together == alone
         assert Assembly(together.announcement(), given=together.memory).whole() == alone
@@ -174,7 +174,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, offset: int) -> None:
         WeightStore(tmp_path)
 
 
-WEIGHTS = WeightSet.of(1, 1, {"w": RawTensor("uint8", (4 * PIECE_BYTES,), bytes(4 * PIECE_BYTES))}, make=SealedMemory.make)
+WEIGHTS = WeightSet.of(1, 1, {"w": RawTensor("uint8", (4 * PIECE_BYTES,), bytes(4 * PIECE_BYTES))}, make=SealedPool().make)
 
 
 def fetching(seconds_a_piece: float) -> WeightReceiver:
