@@ -38,6 +38,7 @@ PART_BYTES, _MAX_PARTS = 64 << 20, 16
 """For sets up to 1 GiB; larger sets have larger parts, for each part costs every process that has the set a descriptor."""
 _BLOCK_BYTES = 8 << 20  # that memory is given to in one go: about a millisecond
 _NAME = "async-rlhf-weights"
+_MAX_DROPPED = 3  # sets: as many as actors that are late may have beside the newest
 _TOKEN_BITS = 62  # of a time in ns that all file systems know
 _FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 # Of Linux 5.1: only mappings for writing that are there already may write.
@@ -144,12 +145,12 @@ class SealedMemory:
 class SealedPool:
     """Makes memory for sets, not sealed yet; on the heap where there is no sealed memory.
 
-    Owns the parts of dropped sets that other processes may still have. Of those that none has it writes into one, and gives
-    the others back.
+    Owns the parts of the sets that were dropped last, which other processes may still have. Of those that none has it writes
+    into one, and gives the others back.
     """
 
     def __init__(self) -> None:
-        self._dropped = deque[SealedParts]()
+        self._dropped = deque[SealedParts](maxlen=_MAX_DROPPED)
 
     def make(self, num_bytes: int) -> Memory:
         if not HAS_SEALS or num_bytes == 0:
@@ -211,7 +212,7 @@ class SealedParts:
             for descriptor in self._descriptors.values():
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 locked.append(descriptor)
-        except BlockingIOError:
+        except OSError:
             for descriptor in locked:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             return False

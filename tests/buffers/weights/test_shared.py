@@ -217,3 +217,10 @@ def test_a_pool_gives_back_what_it_does_not_need() -> None:
     del kept
     assert pool.make(2 * SIZE).view.nbytes == 2 * SIZE
     assert used() == before
+
+
+def test_sets_that_are_read_for_long_cost_their_writer_a_few_descriptors() -> None:
+    pool, before = SealedPool(), used()[0]
+    readers = [attach(numbered(pool, number).announcement().places, SIZE) for number in range(10)]
+    assert used()[0] <= before + len(readers) + 3
+    assert all(each is not None and bytes(each.view) == bytes([number] * SIZE) for number, each in enumerate(readers))
