@@ -1,8 +1,8 @@
 """`RowCache` of a processor: rows grow without copying, and a long one costs its own columns and no other's.
 
 The buffers have as many columns as the longest request may need, but only address space is taken for them: memory comes page by
-page as columns are written, and goes when a row ends. So the operating system's page table is the table of blocks, and each row
-stays one piece for the products that read it.
+page as columns are written, and goes when a row ends, but for that of its first columns. So the page table of the system is the
+table of blocks, and each row stays one piece for the products that read it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from async_rlhf.actors.torch_engine.chunks import PaddedChunks
 from async_rlhf.actors.torch_engine.scheduler import Size
 from async_rlhf.buffers.errors import EngineError
 
-# Columns that a row keeps when another request begins in it: to give back and take so few again costs more than they do.
+# Columns that a row keeps when it ends: to give back and take so few again costs more than they do.
 _KEPT_COLUMNS = 128
 # Of Linux, where Python 3.11 does not name it: address space that no swap is set aside for.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
@@ -105,12 +105,8 @@ class ReservedCache(RowCache):
                 self._give_back(row)
 
     def release(self, num_rows: int) -> None:
-        if not self._written[num_rows:].any():
-            return
-        for each in self._memory.values():
-            a_row = each.tensor[0].numel()
-            each.give_back(num_rows * a_row, len(each.tensor) * a_row)
-        self._written[num_rows:] = 0
+        if (self._written[num_rows:] > self._kept_columns).any():
+            self.clear_rows(range(num_rows, self._num_rows))
 
     def reserve(self, length: int, num_rows: int = 0) -> None:
         """Make sure every buffer has at least `length` columns, keeping what they hold."""

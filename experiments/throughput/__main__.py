@@ -41,8 +41,8 @@ from async_rlhf.launch.forked import adopt_orphans
 from async_rlhf.launch.processor import processor
 
 # By name, in the order in which they run: the module here that has a function of this name.
-PARTS = {"engine": "engine", "vllm_side": "engine", "queue": "queue", "learner": "learner", "pipeline": "pipeline",
-         "asynchronous": "pipeline", "weights": "weights", "publication": "weights", "growth": "growth",
+PARTS = {"engine": "engine", "vllm_side": "engine", "queue": "queue", "learner": "learner", "learner_parts": "learner_parts",
+         "pipeline": "pipeline", "asynchronous": "pipeline", "weights": "weights", "publication": "weights", "growth": "growth",
          "agents": "agents", "images": "images"}  # fmt: skip
 # Seconds after which a part is ended: twice what the longest takes on a quiet machine.
 LIMIT_S = 3000.0
@@ -52,7 +52,7 @@ _NO_LOAD = "no load of this name"
 _ENGINES = ("engine", "vllm_side")
 # Options that some parts take.
 _TAKEN_BY = {
-    "--load": (*_ENGINES, "learner", "pipeline", "asynchronous", "growth"),
+    "--load": (*_ENGINES, "learner", "learner_parts", "pipeline", "asynchronous", "growth"),
     "--model": _ENGINES,
     "--dtype": _ENGINES,
     "--slots": _ENGINES,

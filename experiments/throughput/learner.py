@@ -115,7 +115,7 @@ def long_tailed(prompts: int, completions: int) -> np.ndarray:
     return np.clip(np.round(lengths), 1, 256).astype(int)
 
 
-def make_groups(lengths: np.ndarray, vocabulary: int) -> list[Group]:
+def make_groups(lengths: np.ndarray, vocabulary: int, prompt_tokens: int = NUM_PROMPT_TOKENS) -> list[Group]:
     """One batch of groups; `lengths` [prompts, completions] in tokens."""
     random = np.random.default_rng(0)
     groups = []
@@ -130,7 +130,7 @@ def make_groups(lengths: np.ndarray, vocabulary: int) -> list[Group]:
             )
             for length in row
         )
-        prompt = random.integers(2, vocabulary, NUM_PROMPT_TOKENS).astype(np.int32)
+        prompt = random.integers(2, vocabulary, prompt_tokens).astype(np.int32)
         groups.append(Group(number, 0, prompt, rollouts, Sampling()))
     return groups
 

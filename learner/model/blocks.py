@@ -3,7 +3,8 @@
 What a dense mask would compute and throw away is not computed: a prompt's keys are read by all its completions at once, and
 completions of one row never meet. A query that looks into two blocks joins them by their weights, the sums of exponents that
 torch's kernel returns (Dao et al. 2022, "FlashAttention", arXiv 2205.14135, section 3.1); its backward pass, given the joint
-sums, finds each block's own part of the gradient.
+sums, finds each block's own part of the gradient. Short blocks that attend to themselves are computed together, each filled up
+on its right, where none of its queries looks.
 
 The last layer computes only positions that predict something: nothing reads what it makes of the others.
 
@@ -25,6 +26,9 @@ from async_rlhf.buffers.attention import FULL, Reach, attend_by, attends_by_name
 from async_rlhf.learner.batch.micro_batch import PolicyInputs, attention_bias
 
 _NAME = "blocks"
+# Positions of a block that is computed with others: its call would cost more than its arithmetic. And of those that it may be
+# filled up by beyond its own length.
+_SHORT, _FILLED = 32, 8
 _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -54,14 +58,69 @@ class AttentionBlock:
 
 
 @dataclass(frozen=True)
+class _ShortBlocks:
+    """Blocks that attend to themselves, the longest of `width` positions. place_S: int64, their positions in the row; filled_S:
+    int64, the places of these in [block, width] flattened; None where all blocks are as long."""
+
+    place_S: Tensor
+    filled_S: Tensor | None
+    width: int
+
+    @classmethod
+    def of(cls, blocks: Sequence[AttentionBlock]) -> _ShortBlocks:
+        width = max(block.end - block.query for block in blocks)
+        place_BQ = torch.tensor([block.query for block in blocks])[:, None] + torch.arange(width)
+        is_own_BQ = place_BQ < torch.tensor([block.end for block in blocks])[:, None]
+        filled_S = None if bool(is_own_BQ.all()) else is_own_BQ.flatten().nonzero().squeeze(1)
+        return cls(place_BQ[is_own_BQ], filled_S, width)
+
+    def taken(self, whole: Tensor) -> Tensor:
+        """[1, H, T, d] to [B, H, width, d]; zeros where they are filled up."""
+        rows_SHd = whole.transpose(1, 2)[0].index_select(0, self.place_S)
+        if self.filled_S is not None:
+            number = -(-(int(self.filled_S[-1]) + 1) // self.width) * self.width
+            rows_SHd = rows_SHd.new_zeros(number, *rows_SHd.shape[1:]).index_copy_(0, self.filled_S, rows_SHd)
+        return rows_SHd.view(-1, self.width, *rows_SHd.shape[1:]).transpose(1, 2)
+
+    def put(self, whole: Tensor, part: Tensor) -> None:
+        """The reverse: the other positions of `whole` stay as they are."""
+        rows_SHd = part.transpose(1, 2).flatten(0, 1)
+        if self.filled_S is not None:
+            rows_SHd = rows_SHd.index_select(0, self.filled_S)
+        whole.transpose(1, 2)[0].index_copy_(0, self.place_S, rows_SHd)
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """What a layer computes: short blocks together, then one after the other."""
+
+    together: Sequence[_ShortBlocks]
+    single: Sequence[AttentionBlock]
+
+    @classmethod
+    def of(cls, blocks: Iterable[AttentionBlock]) -> _Blocks:
+        single, short = list[AttentionBlock](), list[AttentionBlock]()
+        for block in blocks:
+            (short if block.is_causal and block.end - block.query <= _SHORT else single).append(block)
+        alike = list[list[AttentionBlock]]()
+        for block in sorted(short, key=lambda block: block.query - block.end):
+            longest = alike[-1][0] if alike else block
+            if alike and block.end - block.query + _FILLED >= longest.end - longest.query:
+                alike[-1].append(block)
+            else:
+                alike.append([block])
+        return cls([_ShortBlocks.of(each) for each in alike], single)
+
+
+@dataclass(frozen=True)
 class _LayerPlan:
     """The attention blocks that a layer computes; the last layer computes fewer."""
 
-    every: Sequence[AttentionBlock]
-    last: Sequence[AttentionBlock]
+    every: _Blocks
+    last: _Blocks
     last_layer: int | None
 
-    def of(self, module: nn.Module) -> Sequence[AttentionBlock]:
+    def of(self, module: nn.Module) -> _Blocks:
         return (
             self.last if self.last_layer is not None and getattr(module, "layer_idx", None) == self.last_layer else self.every
         )
@@ -80,7 +139,7 @@ def planned(batch: PolicyInputs, reach: Reach, dtype: torch.dtype, last_layer: i
     spans = [(query, end, key, stop) for query, end, key, stop in batch.blocks_B4.tolist()]
     asked = torch.zeros(batch.ids_RL.shape[1], dtype=torch.bool)
     asked[batch.source_N] = True
-    every, last = ([*_blocks(each, batch.positions_RL, reach, dtype)] for each in (spans, _asked(spans, asked)))
+    every, last = (_Blocks.of(_blocks(each, batch.positions_RL, reach, dtype)) for each in (spans, _asked(spans, asked)))
     mask: Any = torch.empty(1, 1, 0, 0)  # models pass a mask of four dimensions on unchanged; an empty one has no other effect
     mask.plan = _LayerPlan(every, last, last_layer)
     return cast(Tensor, mask)
@@ -134,10 +193,14 @@ def _attention(
 
 class _Blockwise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[AttentionBlock], scale: float) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: _Blocks, scale: float) -> Tensor:
         out = torch.zeros_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
         sums = torch.full(query.shape[:-1], -torch.inf, device=query.device)  # logarithms of sums of exponents
-        for block in blocks:
+        for short in blocks.together:
+            result, of_short = _flash(*map(short.taken, (query, key, value)), 0.0, True, attn_mask=None, scale=scale)
+            short.put(out, result)
+            short.put(sums[..., None], of_short[..., None])
+        for block in blocks.single:
             at, seen = slice(block.query, block.end), slice(block.key, block.stop)
             q, k, v = query[:, :, at], key[:, :, seen], value[:, :, seen]
             result, of_block = _flash(q, k, v, 0.0, block.is_causal, attn_mask=block.bias, scale=scale)
@@ -156,7 +219,12 @@ class _Blockwise(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         query, key, value, out, sums = ctx.saved_tensors
         grads = [torch.zeros_like(each) for each in (query, key, value)]
-        for block in ctx.blocks:
+        for short in ctx.blocks.together:
+            *taken, sums_BHQ1 = [short.taken(each) for each in (grad, query, key, value, out, sums[..., None])]
+            parts = _flash_backward(*taken, sums_BHQ1[..., 0], 0.0, True, attn_mask=None, scale=ctx.scale)
+            for whole, part in zip(grads, parts, strict=True):
+                short.put(whole, part)
+        for block in ctx.blocks.single:
             at, seen = slice(block.query, block.end), slice(block.key, block.stop)
             inputs = grad[:, :, at], query[:, :, at], key[:, :, seen], value[:, :, seen], out[:, :, at], sums[..., at]
             parts = _flash_backward(*inputs, 0.0, block.is_causal, attn_mask=block.bias, scale=ctx.scale)

@@ -225,10 +225,10 @@ def test_rows_take_memory_for_what_they_hold_and_grow_where_they_are(model: PreT
     while engine.num_unfinished:
         engine.step()
         held = int(engine._rows.positions[: engine._scheduler.num_rows].sum())
-        assert engine.cache_bytes <= (held + 16 * 59) * a_token, "and what rows that have just ended held"
+        assert engine.cache_bytes <= (held + 16 * 128) * a_token, "and the first columns of rows that have ended"
         addresses.add(engine._cache.addresses())
     engine.step()
-    assert len(addresses) == 1 and engine.cache_bytes == 0
+    assert len(addresses) == 1 and engine.cache_bytes <= (15 * 60 + 128) * a_token
 
 
 ROWS = st.integers(0, 3)

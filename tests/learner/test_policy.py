@@ -174,6 +174,7 @@ def test_log_probabilities_and_gradients_are_those_of_plain_passes(kind: str) ->
     policy = Policy(model, LearnerConfig())
     check_policy(policy)
     assert policy.packs == (kind not in ONE_A_ROW)
+    assert (policy.sharing == policy.sharings[0]) == (kind != "doge"), "the way that costs least; Doge makes its own mask"
     rows = make_rows(MIXED, [[1.0] * len(group.rollouts) for group in MIXED])
     plain = [oracles.rollout_logprobs(model, *each) for each in MEMBERS]
     for sharing in policy.sharings[policy.sharings.index(policy.sharing) :]:  # on other devices a later one is taken

@@ -23,6 +23,7 @@ from async_rlhf.actors.prompts import Row, Template
 from async_rlhf.buffers.lines import LineFile
 from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.buffers.sampling import GREEDY
+from async_rlhf.launch.heap import keep_freed_memory
 from async_rlhf.run.checks.model import longest_prompt
 from async_rlhf.run.checks.preflight import Prepared
 from async_rlhf.run.config import Config
@@ -173,8 +174,9 @@ def evaluate_alone(
 
 
 def import_models() -> None:
-    """Import transformers' models, without the garbage collector, which would take a fifth of the time; it never looks at
-    the million objects that this makes and that stay for good."""
+    """For processes that compute. Import transformers' models, without the garbage collector, which would take a fifth of the
+    time; it never looks at the million objects that this makes and that stay for good."""
+    keep_freed_memory()
     gc.disable()
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401  both, for these import the rest
 
