@@ -31,7 +31,8 @@ def _message(which: str, given: Any, with_images: bool) -> dict[str, Any]:
         raise ValueError(f"{which} has no {'content' if isinstance(found.get('role'), str) else 'role'}")
     if found.keys() & _NO_TEXT:
         raise ValueError(f"{which} has the key {min(found.keys() & _NO_TEXT)!r}, which is no text; leave it out")
-    return found | {key: _said(f"{which}, key {key!r}", found[key], with_images) for key in _TEXT_KEYS if key in found}
+    parts = {"content"} if with_images else {}
+    return found | {key: _said(f"{which}, key {key!r}", found[key], key in parts) for key in _TEXT_KEYS if key in found}
 
 
 def _said(where: str, value: Any, with_images: bool) -> str | list[dict[str, str]]:

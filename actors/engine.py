@@ -49,6 +49,7 @@ class Bits(NamedTuple):
 
 Prompt = tuple[tuple[int, ...], tuple[str, ...]]
 """Token ids, and digests of images."""
+NO_PROMPT: Prompt = ((), ())
 
 
 class RolloutKey(NamedTuple):

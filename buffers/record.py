@@ -9,6 +9,7 @@ exists is well formed. Made by actors, carried by the wire, read by the learner.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -105,6 +106,9 @@ class Rollout:
     routing: RoutingArray | None = None
     """uint8 or uint16 [P + R, layers, k], the experts of each position that a forward pass reads, P of the prompt and R
     (`num_read`) behind it; None where no engine recorded them."""
+    images: tuple[tuple[str, ...], ...] = ()
+    """Of each piece the digests of the images in what it begins with behind the group's prompt, in the order of their places;
+    empty where no piece has any."""
 
     def __post_init__(self) -> None:
         ids = self.completion_ids
@@ -129,6 +133,9 @@ class Rollout:
             raise RecordError(f"turn_scores must be of {turns - 1} turns, an agent's of {turns}, got {self.turn_scores}")
         if any(score is not None and not math.isfinite(score) for score in self.turn_scores):
             raise RecordError(f"turn_scores must be finite, got {self.turn_scores}")
+        counts = [*map(len, self.images)]
+        if counts and (len(counts) != len(self.heads) or any(map(operator.gt, counts, self.heads))):
+            raise RecordError(f"images must be of {len(self.pieces)} pieces, in what each begins with, got {self.images}")
         if self.routing is not None and (self.routing.dtype not in (np.uint8, np.uint16) or self.routing.ndim != 3):
             raise RecordError(f"routing must be uint8 or uint16 [N, L, k], got {self.routing.dtype} {self.routing.shape}")
 
@@ -181,6 +188,12 @@ class Rollout:
     def pieces(self) -> list[Piece]:
         """The pieces that plain passes read, in order; one without restarts."""
         return pieces(self.spans)
+
+    @property
+    def heads(self) -> list[int]:
+        """How many tokens each piece begins with that were read."""
+        first = self.spans[0]
+        return [0 if first.version is not None else first.num_tokens, *(piece.num_prompt for piece in self.pieces[1:])]
 
     @property
     def piece_lengths(self) -> list[int]:
@@ -265,7 +278,7 @@ class Group:
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The prompt's row of the data set, kept for the record and the samples on disk."""
     images: tuple[str, ...] = ()
-    """Digests of the prompt's images, in the order of their places in it."""
+    """Digests of the prompt's images, in the order of their places in it. Where it has some, no first piece has its own."""
 
     def __post_init__(self) -> None:
         if self.number < 0 or self.attempt < 0:
@@ -279,6 +292,8 @@ class Group:
         names = set(self.rollouts[0].scores)
         if any(set(rollout.scores) != names for rollout in self.rollouts):
             raise RecordError(f"all rollouts of group {self.number} must carry the same rewards, first has {sorted(names)}")
+        if self.images and any(rollout.images and rollout.images[0] for rollout in self.rollouts):
+            raise RecordError(f"group {self.number} has images in its prompt, and some behind it in a first piece")
         _check_routing(len(self.prompt_ids), self.rollouts)
 
     def sampled_spans(self) -> Iterator[tuple[int, int]]:

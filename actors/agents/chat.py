@@ -18,6 +18,8 @@ from async_rlhf.actors.agents.request import (
     stops,
 )
 from async_rlhf.actors.agents.response import MODEL, ChatResponse, event
+from async_rlhf.actors.data.images import Read as ReadImage
+from async_rlhf.actors.data.images import take_none
 
 _PROMISES: Mapping[str, Any] = {
     "n": (1,),
@@ -34,10 +36,10 @@ _PROMISES: Mapping[str, Any] = {
 }
 
 
-def read(body: Mapping[str, Any]) -> ChatRequest:
+def read(body: Mapping[str, Any], image: ReadImage = take_none) -> ChatRequest:
     refuse(body, _PROMISES)
     return ChatRequest(
-        conversation(body.get("messages")),
+        conversation(body.get("messages"), image),
         tools_of(body, [part(tool, "function") for tool in listed(body, "tools")]),
         most_tokens(body, "max_completion_tokens", "max_tokens"),
         stops(body, "stop"),

@@ -35,12 +35,14 @@ from async_rlhf.actors.agents import chat, messages, responses
 from async_rlhf.actors.agents.request import ChatRequest, RequestError
 from async_rlhf.actors.agents.response import MODEL, Dialect
 from async_rlhf.actors.agents.sessions import AgentSession, IncomingCall, PendingCall
+from async_rlhf.actors.data.images import Read as ReadImage
+from async_rlhf.actors.data.images import take_none
 from async_rlhf.buffers.errors import EpisodeError
 
 HEADER = "x-async-rlhf-train"
 """Of a request: "false" where the model's turn is not to be trained on."""
-MAX_BODY_BYTES = 16 << 20
-"""A history of a million tokens has a quarter of it."""
+MAX_BODY_BYTES = 32 << 20
+"""A history of a million tokens has an eighth of it; the rest is for images, which come with each request."""
 # A longer body is read to its end and thrown away, for a client that still sends does not read why it is refused.
 _MAX_DRAINED_BYTES = 1 << 30
 _BODY_S = 60.0
@@ -110,6 +112,7 @@ class Endpoint:
         be had."""
         self._sessions: dict[str, AgentSession] = {}
         self._key, self._actions = key.encode(), dict(actions or {})
+        self.image: ReadImage = take_none  # reads those in requests
         self._socket = socket.create_server(("127.0.0.1", port), backlog=_MAX_CONNECTIONS)
         self.origin = "http://{}:{}".format(*self._socket.getsockname())
         config = uvicorn.Config(
@@ -171,7 +174,7 @@ class Endpoint:
     async def _answer(self, dialect: Dialect, request: Request) -> Response:
         try:
             session = self._session(request)
-            key, chat_request = _read(dialect, request, await _body(request))
+            key, chat_request = _read(dialect, request, await _body(request), self.image)
             call = session.ask(key, chat_request, is_retry=request.headers.get("x-stainless-retry-count", "0") != "0")
             if not await _has_answer(request, call):
                 session.left(call)
@@ -209,14 +212,9 @@ class Endpoint:
 
 @functools.cache
 def endpoint() -> Endpoint:
-    """That of this process; it ends with it."""
-    go_past_proxies()
-    return Endpoint()
-
-
-def go_past_proxies() -> None:
-    """Clients that this process makes from now on reach its loopback themselves."""
+    """That of this process; it ends with it. Clients that the process makes from now on reach its loopback themselves."""
     os.environ.update(_past_proxies())
+    return Endpoint()
 
 
 def _past_proxies() -> dict[str, str]:
@@ -244,14 +242,14 @@ async def _body(request: Request) -> bytes:
     return bytes(kept)
 
 
-def _read(dialect: Dialect, request: Request, body: bytes) -> tuple[bytes, ChatRequest]:
+def _read(dialect: Dialect, request: Request, body: bytes, image: ReadImage) -> tuple[bytes, ChatRequest]:
     """The request, and the key that its retries share. Raises RequestError."""
     trained = request.headers.get(HEADER, "true").lower()
     if trained not in ("true", "false"):
         raise RequestError(f"header {HEADER}: {trained!r:.60}; choose true or false")
     fields = _object(body)
     try:
-        chat_request = replace(dialect.read(fields), trained=trained == "true")
+        chat_request = replace(dialect.read(fields, image), trained=trained == "true")
         chat_request.prefixes  # noqa: B018  computed here, where what cannot be is refused
     except RecursionError as error:
         raise RequestError("the body is nested too deeply") from error

@@ -18,6 +18,8 @@ from async_rlhf.actors.agents.request import (
     stops,
 )
 from async_rlhf.actors.agents.response import MODEL, ChatResponse, event
+from async_rlhf.actors.data.images import Read as ReadImage
+from async_rlhf.actors.data.images import take_none
 from async_rlhf.actors.environments.settings import Message
 from async_rlhf.actors.environments.tool_calls import Tool
 
@@ -26,12 +28,12 @@ _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 
 
-def read(body: Mapping[str, Any]) -> ChatRequest:
+def read(body: Mapping[str, Any], image: ReadImage = take_none) -> ChatRequest:
     refuse(body, _PROMISES)
     system: list[Message] = [{"role": "system", "content": body["system"]}] if body.get("system") else []
     said = [message for turn in listed(body, "messages") for message in _messages(turn)]
     return ChatRequest(
-        conversation([*system, *said]),
+        conversation([*system, *said], image),
         _tools(body),
         most_tokens(body, "max_tokens"),
         stops(body, "stop_sequences"),

@@ -4,9 +4,9 @@ Sampling is the trainer's: what a client sets to sample otherwise (temperature, 
 would be a promise about the answer that nothing here keeps (several answers, a forced tool, log-probabilities, a schema of the
 text) is refused by name. What is neither is ignored.
 
-Equal are messages with the same role, text and calls: names, and arguments as JSON values. Ids of calls, reasoning, and what
-else a client adds do not count; another list of tools does, for the model has read it. A conversation is kept as the digest of
-all that, so what is held does not grow with it.
+Equal are messages with the same role, text, images and calls: names, and arguments as JSON values. Ids of calls, reasoning, and
+what else a client adds do not count; another list of tools does, for the model has read it. A conversation is kept as the
+digest of all that, so what is held does not grow with it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_rlhf.actors.chat import chat_of
+from async_rlhf.actors.data.images import Read as ReadImage
+from async_rlhf.actors.data.images import named, take_none
 from async_rlhf.actors.environments.settings import Message
 from async_rlhf.actors.environments.tool_calls import Tool
 from async_rlhf.actors.environments.yields import MAX_STOP_CHARS, MAX_STOPS, ROLES
+from async_rlhf.actors.rewards.answer import as_text
 from async_rlhf.buffers.errors import EpisodeError
 
 # More than any context: what is larger says the same.
@@ -62,19 +65,19 @@ class ChatRequest:
         return digests(self.tools, self.messages)
 
 
-def conversation(given: Any) -> list[Message]:
+def conversation(given: Any, image: ReadImage = take_none) -> list[Message]:
     """Messages in the form of OpenAI's chat as the chat template reads them: roles are ours, parts of text are joined,
-    arguments of calls are values, and the answer of a tool has its name.
+    arguments of calls are values, the answer of a tool has its name, and images, which `image` reads, their digests.
 
-    Raises RequestError for what is no text, and for a conversation that the model cannot answer.
+    Raises RequestError for what is neither text nor such an image, and for a conversation that the model cannot answer.
     """
     if not isinstance(given, list) or not given:
         raise RequestError("messages: a list of at least one message was expected")
     try:
-        messages = chat_of([_with_content(message) for message in given])
+        messages = chat_of(named([_with_content(message) for message in given], image), with_images=True)
         names: dict[Any, str] = {}
         chat = [_message(f"message {number}", message, names) for number, message in enumerate(messages, 1)]
-        "".join(message["content"] for message in chat).encode()
+        as_text(chat).encode()
     except ValueError as error:
         raise RequestError(str(error)) from error
     if chat[-1]["role"] == "assistant":
@@ -188,11 +191,15 @@ def digests(tools: Iterable[Tool], messages: Iterable[Message]) -> list[bytes]:
 
 
 def after(before: bytes, message: Message) -> bytes:
-    """The digest after a message, from its role, its text with its length, and its calls."""
-    text = (message.get("content") or "").encode(errors="surrogatepass")
+    """The digest after a message, from its role, its content with its length, and its calls."""
+    content = message.get("content") or ""
+    role, said = (
+        (message["role"], content) if isinstance(content, str) else (f"{message['role']} in parts", json.dumps(content))
+    )
+    text = said.encode(errors="surrogatepass")
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     calls = _plain([(function["name"], _number(function["arguments"])) for function in functions]) if functions else b""
-    gist = b"%s %b %d %b%b" % (before, message["role"].encode(), len(text), text, calls)
+    gist = b"%s %b %d %b%b" % (before, role.encode(), len(text), text, calls)
     return hashlib.blake2b(gist, digest_size=16).digest()
 
 

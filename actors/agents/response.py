@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from async_rlhf.actors.agents.request import ChatRequest
+from async_rlhf.actors.data.images import Read as ReadImage
+from async_rlhf.actors.data.images import take_none
 from async_rlhf.actors.environments.settings import Message, Reply
 from async_rlhf.actors.environments.tool_calls import ParsedTurn, parsed
 
@@ -56,8 +58,8 @@ class ChatResponse:
 class Dialect(Protocol):
     """A module is one."""
 
-    def read(self, body: Mapping[str, Any]) -> ChatRequest:
-        """Raises RequestError."""
+    def read(self, body: Mapping[str, Any], image: ReadImage = take_none) -> ChatRequest:
+        """image: reads those in messages. Raises RequestError."""
 
     def whole(self, response: ChatResponse) -> dict[str, Any]:
         """The answer as JSON data."""

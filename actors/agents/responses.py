@@ -13,13 +13,15 @@ from typing import Any
 from async_rlhf.actors.agents import chat
 from async_rlhf.actors.agents.request import ChatRequest, RequestError, conversation, listed, most_tokens, part, refuse
 from async_rlhf.actors.agents.response import MODEL, ChatResponse, event
+from async_rlhf.actors.data.images import Read as ReadImage
+from async_rlhf.actors.data.images import take_none
 from async_rlhf.actors.environments.settings import Message
 
 _KEPT: Mapping[str, Any] = {"previous_response_id": (), "conversation": (), "prompt": (), "background": (False,)}
 _PROMISES: Mapping[str, Any] = {"top_logprobs": (0,), "parallel_tool_calls": (True,)}
 
 
-def read(body: Mapping[str, Any]) -> ChatRequest:
+def read(body: Mapping[str, Any], image: ReadImage = take_none) -> ChatRequest:
     for name, nothing in _KEPT.items():
         if (value := body.get(name)) is not None and value not in nothing:
             raise RequestError(f"{name}: nothing is kept between requests here; send the whole input")
@@ -29,7 +31,7 @@ def read(body: Mapping[str, Any]) -> ChatRequest:
     items = listed({"input": [{"role": "user", "content": given}]} if isinstance(given, str) else body, "input")
     system: list[Message] = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
     return ChatRequest(
-        conversation([*system, *_messages(items)]),
+        conversation([*system, *_messages(items)], image),
         chat.tools_of(body, listed(body, "tools")),
         most_tokens(body, "max_output_tokens"),
         streams=bool(body.get("stream")),

@@ -80,6 +80,8 @@ class DataConfig(Source):
     epochs: int | None = Field(default=None, ge=1)
     """Passes over the training prompts; `"none"`: until the run ends. Of a spool: uses of each row, `"none"` being one. With a
     curriculum: most uses of each."""
+    images: bool = False
+    """Images may come while the run goes on: from a spool, from environments, from agents. Those in its rows always may."""
     curriculum: CurriculumConfig = CurriculumConfig()
     """Which prompt comes next by how often it has been solved."""
 

@@ -2,7 +2,7 @@
 
     the column `images` or `image`    one, or a list: bytes, a path seen from the file, a data URL, {"bytes", "path"}, an image
                                       of Pillow; at the places of the prompt, else before the text of its first user message
-    a part of a message               the same, as {"type": "image", "image": ...} or {"type": "image_url", "image_url": ...}
+    a part of a message               the same, as {"type": "image", "image": ...}, or in the forms of OpenAI and Anthropic
     a place                           {"type": "image"}, or `<image>` in text, as often as the column has images
 
 A text prompt with images is a chat of one user message. Nothing is fetched from the network.
@@ -13,20 +13,17 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rlhf.buffers.images import IMAGE, IMAGES
-from async_rlhf.buffers.images.decoding import MAX_BYTES, encoded
+from async_rlhf.buffers.images import IMAGE, IMAGES, MAX_IMAGES, TAKE_IMAGES
 
-MAX_IMAGES = 64
-"""Of a prompt."""
 COLUMNS = (IMAGES, IMAGE)
 _KINDS = ("image", "image_url", "input_image")
 # Where a part of a message, or an object of a column, has its image.
-_PLACES = ("image", "image_url", "bytes", "base64", "path", "url")
-_BESIDE = {"type", "detail"}
+_PLACES = ("image", "image_url", "source", "bytes", "base64", "data", "path", "url")
+_BESIDE = {"type", "detail", "media_type", "cache_control"}
 _MARK = "<image>"
 _DATA_URL = "data:;base64,"
 
@@ -34,31 +31,45 @@ Read = Callable[[Any], str]
 """An image in any form to its digest. Raises ValueError."""
 
 
-class ImageLoader:
-    """Adds images to a store. folder: from which paths are seen. add: as of `ImageStore`."""
+def take_none(given: Any) -> str:
+    """The reader where no image can come while a run goes on. Raises ValueError."""
+    raise ValueError(f"this run takes none while it goes on: {TAKE_IMAGES}, on one machine and in its own processes")
 
-    def __init__(self, folder: Path, add: Callable[[bytes], str]) -> None:
-        self._folder, self._add = folder, add
+
+class ImageLoader:
+    """Adds images to a store. folder: from which paths are seen; None: those are refused. add: as of `ImageStore`. known: what
+    may be named by digest."""
+
+    def __init__(self, folder: Path | None, add: Callable[[bytes], str], known: Container[str] = ()) -> None:
+        self._folder, self._add, self._known = folder, add, known
 
     def __call__(self, given: Any) -> str:
         while isinstance(given, Mapping):
             given = _only(given, "an object")
         if not isinstance(given, str):
             raise ValueError(f"a {type(given).__name__} is no image; give a path, bytes, a data URL or an image of Pillow")
+        if given in self._known:
+            return given
         try:
             return self._add(_from_url(given) if given.startswith("data:") else self._from_path(given))
         except ValueError as error:
             raise ValueError(f"{given[:60]!r}: {error}") from error
         except OSError as error:
-            raise ValueError(f"{given[:60]!r} cannot be kept: {error}; TMPDIR names a directory with room") from error
+            raise ValueError(
+                f"{given[:60]!r} cannot be kept: {error}; give its disk room (TMPDIR names that of rows before a run)"
+            ) from error
 
     def _from_path(self, given: str) -> bytes:
         if re.match(r"(https?|s3|gs|hf)://", given):
-            raise ValueError("nothing is fetched while a run goes on; download it first, and give its path")
+            raise ValueError("nothing is fetched while a run goes on; download it first, and give its path, or a data URL")
+        if self._folder is None:
+            raise ValueError("a data URL was expected: data:image/png;base64,...")
         path = self._folder / Path(given.removeprefix("file://")).expanduser()
         try:
             if not path.is_file():
                 raise ValueError(f"there is no file {path}; a path is seen from the folder of the data, or absolute")
+            from async_rlhf.buffers.images.decoding import MAX_BYTES
+
             with path.open("rb") as file:
                 return file.read(MAX_BYTES + 1)
         except OSError as error:
@@ -75,11 +86,18 @@ def _from_url(given: str) -> bytes:
         raise ValueError(f"its base64 is damaged: {error}") from error
 
 
+def is_image(value: Any) -> bool:
+    """Whether it is one of Pillow, which is not imported for that."""
+    return hasattr(value, "getexif") and hasattr(value, "convert")
+
+
 def as_text(value: Any) -> Any:
     """Bytes and images of Pillow, wherever they are in it, as data URLs. Raises ValueError for an image that is refused."""
     if isinstance(value, bytes | bytearray | memoryview):
         return _DATA_URL + base64.b64encode(value).decode()
-    if hasattr(value, "getexif") and hasattr(value, "convert"):
+    if is_image(value):
+        from async_rlhf.buffers.images.decoding import encoded
+
         return _DATA_URL + base64.b64encode(encoded(value)).decode()
     if isinstance(value, Mapping):
         return {key: as_text(each) for key, each in value.items()}
@@ -111,15 +129,7 @@ def with_images(prompt: Any, columns: dict[str, Any], read: Read) -> Any:
         )
     for part, each in zip(places, given, strict=True):
         part["image"] = each
-    if len(images) > MAX_IMAGES:
-        raise ValueError(f"it has {len(images)} images, the limit is {MAX_IMAGES}")
-    for number, part in enumerate(images, 1):
-        try:
-            digest = read(_only(part, "the part"))
-        except ValueError as error:
-            raise ValueError(f"image {number}: {error}") from error
-        part.clear()
-        part.update(type="image", image=digest)
+    _name(images, read)
     return messages
 
 
@@ -131,6 +141,25 @@ def taken_images(columns: dict[str, Any]) -> list[Any]:
     for value in found.values():
         return [*value] if isinstance(value, list | tuple) else [value]
     return []
+
+
+def named(messages: Sequence[Mapping[str, Any]], read: Read) -> list[Any]:
+    """Chat messages whose images, each in its part, are named by digest. Raises ValueError: which image, what is wrong."""
+    found = [_copied(each) for each in messages]
+    _name([part for part in _parts(found) if _is_image(part)], lambda given: read(as_text(given)))
+    return found
+
+
+def _name(parts: Sequence[dict[str, Any]], read: Read) -> None:
+    if len(parts) > MAX_IMAGES:
+        raise ValueError(f"it has {len(parts)} images, the limit is {MAX_IMAGES}")
+    for number, part in enumerate(parts, 1):
+        try:
+            digest = read(_only(part, "the part"))
+        except ValueError as error:
+            raise ValueError(f"image {number}: {error}") from error
+        part.clear()
+        part.update(type="image", image=digest)
 
 
 def _copied(message: Any) -> Any:
@@ -166,7 +195,7 @@ def _only(given: Mapping[str, Any], what: str) -> Any:
     if not found:
         raise ValueError(f"{what} has no image; one of {', '.join(_PLACES)} was expected")
     name = next(name for name in _PLACES if name in found)
-    if name == "base64" and isinstance(found[name], str):
+    if name in ("base64", "data") and isinstance(found[name], str):
         return _DATA_URL + found[name]
     return found[name]
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
+from async_rlhf.actors.data.images import is_image
 from async_rlhf.actors.environments.loading import MAX_TURNS, Adapted, located
 from async_rlhf.actors.environments.rendering import as_messages
 from async_rlhf.actors.environments.settings import EnvironmentDeclaration, EnvironmentFunction, Message, counted
@@ -133,9 +134,12 @@ def _reset(world: Any, row: Mapping[str, Any], seed: int) -> list[Message]:
     *before, last = row["prompt"]
     if observed is None:
         return [*before, last]
-    if not isinstance(observed, str) or not isinstance(last.get("content"), str):
-        raise TypeError(f"reset returned {type(observed).__name__} for a prompt of text; images are not read here, give text")
-    return [*before, {**last, "content": last["content"] + observed}]
+    if not isinstance(observed, str | list):
+        raise TypeError(f"reset returned {type(observed).__name__}; text, or a list of parts of a message was expected")
+    said = last["content"]
+    if type(said) is not type(observed):
+        said, observed = ([{"type": "text", "text": each}] if isinstance(each, str) else each for each in (said, observed))
+    return [*before, {**last, "content": said + observed}]
 
 
 async def answers(turn: ParsedTurn, tools: Mapping[str, Callable[..., Any]], counts: Counter[str]) -> list[Message]:
@@ -158,7 +162,11 @@ async def answers(turn: ParsedTurn, tools: Mapping[str, Callable[..., Any]], cou
     return [{"role": "tool", "name": name, "content": _shown(result)} for name, result in results]
 
 
-def _shown(result: Any) -> str:
+def _shown(result: Any) -> Any:
+    if is_image(result):
+        return [{"type": "image", "image": result}]
+    if isinstance(result, list) and result and all(isinstance(part, Mapping) and "type" in part for part in result):
+        return result
     return str({"error": str(result)} if isinstance(result, Exception) else result)
 
 

@@ -28,6 +28,8 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any, Literal
 
+from async_rlhf.actors.data.images import Read as ReadImage
+from async_rlhf.actors.data.images import take_none
 from async_rlhf.actors.environments.settings import (
     EnvironmentDeclaration,
     EnvironmentFunction,
@@ -54,7 +56,7 @@ ADAPTERS: Mapping[str, str] = {
 """By form the module of actors and its function, which makes of target and options what is `Adapted`: imported where it is
 used."""
 
-_AGENT, _PAST_PROXIES = "agents.adapter:from_function", "agents.endpoint:go_past_proxies"
+_AGENT, _ENDPOINT = "agents.adapter:from_function", "agents.endpoint:endpoint"
 _FORM = (
     "an environment is a generator: it yields the prompt, and gets what the model wrote back ('text = yield question'); "
     "an agent has a parameter llm, and returns its reward; one of another system is named with its form (trl:file.py:Name)"
@@ -151,13 +153,14 @@ def _spec(name: str, target: str, found: Adapted, options: Mapping[str, Any], se
     )
 
 
-def load(spec: EnvironmentSpec) -> EnvironmentFunction:
-    """The function itself, called with the fields of an episode alone, in the process that will run it.
+def load(spec: EnvironmentSpec, image: ReadImage = take_none) -> EnvironmentFunction:
+    """The function itself, called with the fields of an episode alone, in the process that will run it. image: reads those that
+    agents send.
 
     Raises EpisodeError when it cannot be had.
     """
-    if spec.calls:
-        _named(_PAST_PROXIES)()  # before the user's file is imported, whose clients read then where they connect
+    if spec.calls:  # before the user's file is imported, whose clients read then where they connect
+        _named(_ENDPOINT)().image = image
     try:
         function = _found(spec.target, spec.options).function
     except ConfigError as error:

@@ -13,6 +13,7 @@ import queue
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from async_rlhf.actors.environments.config import SourceEnvironment
@@ -78,8 +79,10 @@ class EpisodePool(Generic[Key]):
         config: SourceEnvironment,
         wake: Callable[[], None] = lambda: None,
         function: EnvironmentFunction | None = None,
+        images: Path | None = None,
     ) -> None:
-        """function: where only this process has it; it then runs in threads."""
+        """function: where only this process has it; it then runs in threads. images: the directory of the run's store; a server
+        has none."""
         self._spec, self.wake, self._is_awake = spec, wake, False
         self._ids = itertools.count()
         self._id_of: dict[Key, int] = {}
@@ -93,7 +96,7 @@ class EpisodePool(Generic[Key]):
             self._sessions = RemoteSessions(address, keys, RemoteEpisodes(spec), self._happened)
         else:
             what = f"the processes of environment {spec.name!r} ({spec.target})"
-            kind = EpisodeKind(spec, config, function)
+            kind = EpisodeKind(spec, config, function, images)
             self._sessions = WorkerPool(kind, config.workers, what, EpisodeError, self._happened)
 
     @property

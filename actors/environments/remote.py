@@ -12,13 +12,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from async_rlhf.actors.environments.loading import Adapted, EnvironmentSpec
-from async_rlhf.actors.environments.settings import Call, EnvironmentDeclaration, Message, Reply
+from async_rlhf.actors.environments.settings import Call, EnvironmentDeclaration, Feedback, Message, Reply
 from async_rlhf.actors.environments.yields import EpisodeEnd, Read, no_turn, read_yield, unreadable
 from async_rlhf.actors.workers import CALLER
 from async_rlhf.actors.workers.client import describe
 from async_rlhf.actors.workers.messages import SERVED, EnvironmentFields, ReplyFields, SessionStep, Stepped, to_answers
 from async_rlhf.buffers.errors import ConfigError, DeadlineError, EpisodeError, WireError
-from async_rlhf.buffers.score import Score
 
 _DESCRIBE_S = 10.0
 # The server ends a step in its own time; its answer has so long to arrive.
@@ -87,12 +86,10 @@ class RemoteEpisodes:
     def read(self, step: Stepped) -> Read | EpisodeEnd:
         if step.content is None:
             return _ended(step)
-        if step.turn >= self._spec.max_turns:
-            return EpisodeEnd("max_turns", None if step.score is None else Score(step.score))
         if self._spec.calls != (step.call is not None):
             return unreadable("the server's environment is not the one this run was checked with")
         if step.call is None:
-            return Read(step.content, step.score)
+            return read_yield(Feedback(step.content, step.score), step.turn, self._spec.max_turns)
         call = Call(messages=cast("list[Message]", step.content), **dict(step.call))
         return read_yield(call, step.turn, self._spec.max_turns, calls=True)
 

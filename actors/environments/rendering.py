@@ -6,6 +6,8 @@
 An episode is chat where `data.chat` is set, where its environment has tools, or where its first yield is messages. In it, text
 stands for one user message.
 
+An image goes with its whole conversation through the model's processor (`buffers/images/processor`): the row begins anew.
+
 With `render = "split"` the whole conversation goes through the template before each turn, so that the model reads what it would
 read elsewhere. Where that text begins with the text of the row, the tokens of the row stay and the rest is appended; where the
 template has rewritten what was said, the row begins anew with all of it.
@@ -30,11 +32,15 @@ from async_rlhf.actors.environments.chat_template import delta_of, probe, probe_
 from async_rlhf.actors.environments.settings import Content, Message
 from async_rlhf.actors.environments.tool_calls import Tool
 from async_rlhf.actors.prompts import token_ids
-from async_rlhf.buffers.errors import ConfigError, EpisodeError
+from async_rlhf.buffers.errors import ConfigError, DamagedError, EpisodeError
+from async_rlhf.buffers.images import MAX_IMAGES, TAKE_IMAGES, images_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from async_rlhf.buffers.images.processor import ImageProcessor
+
+_NO_CHAT = "it yielded chat messages in an episode that began as text; yield text, or set data.chat"
 # Sets of tools that calls brought; what a set's template makes of them is tried once.
 _MAX_TOOL_SETS = 64
 
@@ -50,7 +56,8 @@ class Rendered(NamedTuple):
 
 class Renderer:
     """Turns yields into tokens. chat: text is given as a user message. render: as `EnvironmentConfig.render`. tools: those that
-    the template is given, as JSON schemas; with some, text is given as a user message too. variables: of the template."""
+    the template is given, as JSON schemas; with some, text is given as a user message too. variables: of the template. images:
+    prepares those in messages, where a run has some."""
 
     def __init__(
         self,
@@ -59,8 +66,9 @@ class Renderer:
         render: Literal["conversation", "by_message", "split"] = "conversation",
         tools: Sequence[Tool] = (),
         variables: Mapping[str, Any] | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
-        self._variables = dict(variables or {})
+        self._variables, self._images = dict(variables or {}), images
         self._tokenizer, self._chat, self._render = tokenizer, chat or bool(tools), render
         self._tools = list(tools) or None  # For some templates an empty list is not the same as none.
         self._of_tools: dict[str, Renderer] = {}
@@ -68,6 +76,11 @@ class Renderer:
         self._special = {**dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)), **added}
         longest_first = sorted(filter(None, self._special.values()), key=len, reverse=True)
         self._looks_special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    @property
+    def place_id(self) -> int | None:
+        """The token of images, where a run has some."""
+        return None if self._images is None else self._images.place_id
 
     def check(self) -> None:
         """Before a run with `data.chat` or tools: raises ConfigError for a template that cannot take observations."""
@@ -111,6 +124,8 @@ class Renderer:
             self._probed  # noqa: B018  it raises
             messages = as_messages(content)
             said, marks = self._marked(messages) if is_foreign else (messages, {})
+            if images_of(messages):
+                return self._seen(said, marks)
             try:
                 pieces = _pieces(self._apply(said, True), marks)
             except Exception as error:  # the template is the model's own code
@@ -129,7 +144,7 @@ class Renderer:
         """
         if not self.is_chat(prompt):
             if not isinstance(content, str):
-                raise EpisodeError("it yielded chat messages in an episode that began as text; yield text, or set data.chat")
+                raise EpisodeError(_NO_CHAT)
             return Rendered(content, self._foreign(content))
         text, ids, _ = self._delta(as_messages(content))
         if ids and reply_ids and reply_ids[-1] == ids[0] and ids[0] in self._special:
@@ -143,17 +158,41 @@ class Renderer:
         answered. row_ids: what the model has read and written since its row began.
         Raises EpisodeError for what the template refuses or leaves out.
         """
-        begun, answer = as_messages(prompt), as_messages(turns[-1][1])
+        if not self.is_chat(prompt):
+            raise EpisodeError(_NO_CHAT)
+        begun, answer, known = as_messages(prompt), as_messages(turns[-1][1]), list(row_ids)
         said, marks = self._marked(conversation(prompt, turns)[len(begun) :])
+        if images_of([*begun, *said]):
+            text, ids, _ = self._seen([*begun, *said], marks)
+            is_behind = ids[: len(known)] == known and not images_of(answer)
+            return Rendered(self._decode(ids[len(known) :]), ids[len(known) :]) if is_behind else Rendered(text, ids, True)
         last = len(said) - len(answer)
         pieces = _pieces(whole_of(self._apply, [*begun, *said[:last]], said[last:]), marks)
-        text, ids, known = "".join(text for text, _ in pieces), self._encoded(pieces), list(row_ids)
+        text, ids = "".join(text for text, _ in pieces), self._encoded(pieces)
         if ids[: len(known)] == known:
             return Rendered(self._decode(ids[len(known) :]), ids[len(known) :])
         # A text has several encodings, and the model need not have sampled the one that the tokenizer makes of it.
         if not text.startswith(row := self._decode(known)):
             return Rendered(text, ids, restarts=True)
         return Rendered(text[len(row) :], self._encoded(_behind(pieces, len(row))))
+
+    def _seen(self, messages: Sequence[Message], marks: Mapping[str, str]) -> Rendered:
+        """A conversation with images as a whole. marks: as of `_marked`; the processor makes tokens of the whole text, so none
+        of it can be encoded apart."""
+        if self._images is None:
+            raise EpisodeError(f"its messages have images, and this run takes none while it goes on; {TAKE_IMAGES}")
+        if marks:
+            special = next(iter(marks.values()))
+            raise EpisodeError(f"a message beside images has the text of {special}, which cannot be kept apart there")
+        if (count := len(images_of(messages))) > MAX_IMAGES:
+            raise EpisodeError(f"its conversation has {count} images, the limit is {MAX_IMAGES}")
+        try:
+            text, ids = self._images.encode(messages, {**self._variables, "tools": self._tools})
+        except (ConfigError, DamagedError) as error:
+            raise EpisodeError(str(error)) from error
+        if ids[0] == self._images.place_id:
+            raise EpisodeError("the chat template writes nothing before its first image; give the model one that does")
+        return Rendered(text, ids)
 
     def _delta(self, messages: Sequence[Message]) -> Rendered:
         """Contents with the text of a special token in them are rendered as marks, and encoded on their own."""
@@ -177,8 +216,11 @@ class Renderer:
 
         marked = []
         for message in messages:
-            if isinstance(message.get("content"), str):
-                message = {**message, "content": self._looks_special.sub(mark, message["content"])}
+            if isinstance(content := message.get("content"), str):
+                message = {**message, "content": self._looks_special.sub(mark, content)}
+            elif content:  # images, and texts between them
+                texts = ({"text": self._looks_special.sub(mark, part["text"])} if "text" in part else {} for part in content)
+                message = {**message, "content": [part | text for part, text in zip(content, texts, strict=True)]}
             if self._has_special(json.dumps(message, ensure_ascii=False)):
                 raise EpisodeError("a chat message has the text of a special token outside its content; leave it out")
             marked.append(message)
@@ -209,7 +251,7 @@ class Renderer:
 
     @functools.cached_property
     def _probed(self) -> None:
-        if not self._tokenizer.chat_template:
+        if not (self._images or self._tokenizer).chat_template:
             raise ConfigError(
                 "an episode is given as chat messages, but the tokenizer has no chat template; yield text, without data.chat"
             )
@@ -221,8 +263,11 @@ class Renderer:
             probe(self._apply, self._render == "by_message")
 
     def _apply(self, messages: Sequence[Message], begins_turn: bool) -> str:
+        variables = {**self._variables, "tools": self._tools}
+        if self._images is not None:
+            return self._images.rendered(messages, variables, begins_turn)
         text = self._tokenizer.apply_chat_template(
-            list(messages), tools=self._tools, add_generation_prompt=begins_turn, tokenize=False, **self._variables
+            list(messages), add_generation_prompt=begins_turn, tokenize=False, **variables
         )
         return str(text)
 

@@ -10,8 +10,12 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from async_rlhf.actors.data.images import ImageLoader, take_none
+from async_rlhf.actors.data.images import Read as ReadImage
 from async_rlhf.actors.environments.config import SourceEnvironment
 from async_rlhf.actors.environments.loading import EnvironmentSpec, load, with_options
 from async_rlhf.actors.environments.settings import Beside, EnvironmentFunction, Reply
@@ -19,6 +23,7 @@ from async_rlhf.actors.environments.yields import EpisodeEnd, Read, read_return,
 from async_rlhf.actors.workers.sessions import NOTHING, Nothing
 from async_rlhf.actors.workers.watchdog import LoopWatchdog, Watched
 from async_rlhf.buffers.failures import Failure, FailureKind, raised
+from async_rlhf.buffers.images import IMAGES
 
 
 class EpisodeKind:
@@ -27,8 +32,15 @@ class EpisodeKind:
     timeout_setting, memory_setting = "timeout_s", "environment.worker_memory_mb"
     cleans_up = True
 
-    def __init__(self, spec: EnvironmentSpec, config: SourceEnvironment, function: EnvironmentFunction | None) -> None:
-        self.spec, self.in_thread = spec, function is not None
+    def __init__(
+        self,
+        spec: EnvironmentSpec,
+        config: SourceEnvironment,
+        function: EnvironmentFunction | None,
+        images: Path | None = None,
+    ) -> None:
+        """images: the directory of the run's store, where it has one."""
+        self.spec, self.in_thread, self._images, self._seen = spec, function is not None, images, EpisodeImages()
         self.memory_mb = None if self.in_thread else config.worker_memory_mb
         self.at_once: int | None = config.max_concurrency
         # Made here for threads, which share this kind: each of them, and each that takes one's place, calls `load`.
@@ -37,8 +49,10 @@ class EpisodeKind:
 
     def load(self) -> None:
         """Raises EpisodeError."""
+        if self._images is not None:
+            self._seen = EpisodeImages.of(self._images)
         if self._function is None:
-            self._function, self._threads = load(self.spec), ThreadPoolExecutor(self.at_once, "episode")
+            self._function, self._threads = load(self.spec, self._seen.sent), ThreadPoolExecutor(self.at_once, "episode")
 
     def call(self, what: Any) -> Any:
         raise AssertionError("an episode is no single call")
@@ -46,7 +60,26 @@ class EpisodeKind:
     def begin(self, id: int, what: Mapping[str, Any], watchdog: LoopWatchdog) -> WorkerEpisode:
         assert self._function is not None
         threads = None if self.spec.kind == "async" else self._threads
-        return WorkerEpisode(self._function, what, self.spec, threads, watchdog, id)
+        return WorkerEpisode(self._function, what, self.spec, threads, watchdog, id, self._seen)
+
+
+@dataclass(frozen=True)
+class EpisodeImages:
+    """Images in a process that runs episodes: how those that a generator yields are read, and those that an agent has sent;
+    and those of a row, by digest, opened. Without a store none are."""
+
+    yielded: ReadImage = take_none
+    sent: ReadImage = take_none
+    opened: Callable[[str], Any] | None = None
+
+    @classmethod
+    def of(cls, directory: Path) -> EpisodeImages:
+        """directory: of the run's store."""
+        from async_rlhf.buffers.images.store import ImageStore
+
+        store = ImageStore(directory)
+        # What an agent sends is the text of a model or of a page: it names no file here.
+        return cls(ImageLoader(Path(), store.add, store), ImageLoader(None, store.add, store), store.open)
 
 
 class WorkerEpisode:
@@ -61,9 +94,10 @@ class WorkerEpisode:
         threads: Executor | None,
         watchdog: LoopWatchdog,
         id: int,
+        images: EpisodeImages,
     ) -> None:
         self._function, self._fields, self._spec, self._threads = function, fields, spec, threads
-        self._watchdog, self._id = watchdog, id
+        self._watchdog, self._id, self._images = watchdog, id, images
         self.stoppable, self.timeout_s, self.whole_timeout_s = threads is None, spec.timeout_s, spec.episode_timeout_s
         self._generator: Any = None
         self._turn = 0
@@ -85,7 +119,10 @@ class WorkerEpisode:
     def _started(self) -> Any:
         """Calling the function fails for arguments that it does not take."""
         if self._generator is None:
-            self._generator = self._function(**self._fields)
+            fields, opened = self._fields, self._images.opened
+            if IMAGES in fields and opened is not None:
+                fields = {**fields, IMAGES: [*map(opened, fields[IMAGES])]}
+            self._generator = self._function(**fields)
         return self._generator
 
     def _read(self, yielded: Any) -> Read | EpisodeEnd | Nothing:
@@ -94,7 +131,7 @@ class WorkerEpisode:
             self.more = None if self._spec.one_by_one else more
             if yielded is None:
                 return NOTHING
-        read = read_yield(yielded, self._turn, self._spec.max_turns, self._spec.calls)
+        read = read_yield(yielded, self._turn, self._spec.max_turns, self._spec.calls, self._images.yielded)
         self._turn += isinstance(read, Read)
         return read
 

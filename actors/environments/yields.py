@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import msgpack
 
 from async_rlhf.actors.chat import chat_of
+from async_rlhf.actors.data.images import Read as ReadImage
+from async_rlhf.actors.data.images import named, take_none
 from async_rlhf.actors.environments.settings import Call, Content, Feedback, Scores
 from async_rlhf.actors.rewards.answer import read, shown
 from async_rlhf.buffers.failures import Failure, FailureKind
@@ -61,8 +64,9 @@ def no_turn(what: str = "ended") -> EpisodeEnd:
     return EpisodeEnd.of(Failure(FailureKind.NO_TURN, f"it {what} before the model wrote anything"))
 
 
-def read_yield(value: Any, turn: int, max_turns: int, calls: bool = False) -> Read | EpisodeEnd:
-    """The meaning of a yielded value after `turn` turns of the model. calls: as in `EnvironmentSettings`."""
+def read_yield(value: Any, turn: int, max_turns: int, calls: bool = False, image: ReadImage = take_none) -> Read | EpisodeEnd:
+    """The meaning of a yielded value after `turn` turns of the model. calls: as in `EnvironmentSettings`. image: reads those
+    in messages."""
     if isinstance(value, Score):
         return _end(value, turn)
     if calls and isinstance(value, Scores):
@@ -73,7 +77,7 @@ def read_yield(value: Any, turn: int, max_turns: int, calls: bool = False) -> Re
             return unreadable(f"Scores of {len(answers)} turns, and the model wrote {turn}")
         return replace(_end(value.score, turn), turn_scores=tuple(answer.value for answer in answers))
     if calls:
-        call = _call(value, turn)
+        call = _call(value, turn, image)
         if isinstance(call, EpisodeEnd):
             return call
         return EpisodeEnd("max_turns") if turn >= max_turns else Read(call.messages, call=call)
@@ -83,7 +87,7 @@ def read_yield(value: Any, turn: int, max_turns: int, calls: bool = False) -> Re
         return unreadable(f"Feedback with a score: {score.failure.reason}")
     if score.value is not None and not turn:
         return no_turn("gave Feedback with a score")
-    content = _content(feedback.content)
+    content = _content(feedback.content, image)
     if isinstance(content, EpisodeEnd):
         return content
     if turn >= max_turns:
@@ -107,13 +111,13 @@ def _end(given: Score, turn: int) -> EpisodeEnd:
     return EpisodeEnd("scored", answer.score())
 
 
-def _call(call: Any, turn: int) -> Call | EpisodeEnd:
+def _call(call: Any, turn: int, image: ReadImage) -> Call | EpisodeEnd:
     """The call as plain data, of bounded size."""
     if not isinstance(call, Call):
         return unreadable(f"yielded {shown(call)}; an agent yields Call(...), and Score(...) at its end")
     if (problem := _problem_of(call, turn)) is not None:
         return unreadable(f"yielded a Call {problem}")
-    messages, tools = _content(call.messages), _json([*call.tools], "tools")
+    messages, tools = _content(call.messages, image), _json([*call.tools], "tools")
     if isinstance(messages, EpisodeEnd) or isinstance(tools, EpisodeEnd):
         return messages if isinstance(messages, EpisodeEnd) else tools
     assert not isinstance(messages, str)
@@ -142,11 +146,15 @@ def _is_tool(tool: Any) -> bool:
     return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
-def _content(content: Any) -> Content | EpisodeEnd:
+def _content(content: Any, image: ReadImage) -> Content | EpisodeEnd:
     if isinstance(content, list | tuple) and content:
         if (problem := next((problem for message in content if (problem := _problem(message))), None)) is not None:
             return unreadable(f"yielded a chat message {problem}")
-        messages: Content | EpisodeEnd = _json([dict(message) for message in content], "chat messages", chat_of)
+        try:
+            given = named(content, image)
+        except ValueError as error:
+            return unreadable(f"yielded chat messages with an image that cannot be read: {error}")
+        messages: Content | EpisodeEnd = _json(given, "chat messages", partial(chat_of, with_images=True))
         return messages
     if not isinstance(content, str):
         hint = "; a score is yielded as Score(...)" if isinstance(content, int | float) else ""

@@ -28,7 +28,7 @@ from typing import Literal
 
 import numpy as np
 
-from async_rlhf.actors.engine import Completion, Engine, Partial, Request, RolloutKey
+from async_rlhf.actors.engine import NO_PROMPT, Completion, Engine, Partial, Prompt, Request, RolloutKey
 from async_rlhf.actors.environments import Content, Reply
 from async_rlhf.actors.environments.pool import Event
 from async_rlhf.actors.environments.rendering import as_messages
@@ -41,6 +41,7 @@ from async_rlhf.actors.loop.rollouts import FinishedRollout
 from async_rlhf.actors.loop.transcript import Transcript, Turn
 from async_rlhf.actors.prompts import Row, turn_seed
 from async_rlhf.buffers.errors import ConfigError, EpisodeError
+from async_rlhf.buffers.images import IMAGES
 from async_rlhf.buffers.record import FinishReason, Score
 
 
@@ -56,8 +57,8 @@ class _StartedGroup:
     """The first observation of members that begin together."""
     text: str = ""
     """That, as the model reads it."""
-    ids: tuple[int, ...] = ()
-    """Its tokens."""
+    read: Prompt = NO_PROMPT
+    """Its tokens and images."""
 
     @property
     def played_by(self) -> Environment:
@@ -186,6 +187,8 @@ class Episodes:
         state = self._happened(episode, "wrote")
         if state != "playing" or environment is None:
             self._settle(episode, state)
+        elif not turn.trained and environment.rendering.place_id in ids:  # in the record it would be one of an image
+            self._stop(episode, "stop", Score(failure="a turn that is not trained on has a token that stands for an image"))
         elif not environment.spec.calls:
             environment.pool.reply(key, text)
         else:
@@ -228,9 +231,9 @@ class Episodes:
 
     # -- what follows ----------------------------------------------------------------------------------------------------
 
-    def _happened(self, episode: _Episode, event: LifeEvent, prompt_ids: tuple[int, ...] = ()) -> State:
+    def _happened(self, episode: _Episode, event: LifeEvent, prompt: Prompt = NO_PROMPT) -> State:
         """As `Members.happened`."""
-        state = episode.group.members.happened(episode.key, event, prompt_ids)
+        state = episode.group.members.happened(episode.key, event, prompt)
         (self._waiting.add if state in WAITING else self._waiting.discard)(episode.key)
         return state
 
@@ -238,6 +241,7 @@ class Episodes:
         group = episode.group
         self._waiting.add(episode.key)
         fields = {**group.row.columns, "prompt": group.row.prompt, "seed": group.seed}
+        fields |= {IMAGES: [*group.row.images]} if group.row.images else {}
         group.played_by.pool.begin(episode.key, fields)
 
     def _begin_due(self, group: _StartedGroup) -> None:
@@ -249,24 +253,25 @@ class Episodes:
         """With the prompt of its group; without one of its own it has one turn, and with an environment that of one token."""
         if episode.state == "unprompted":
             most = episode.request.max_new_tokens if group.environment is None else 1
-            prompt_ids = group.members.prompt_ids or episode.request.prompt_ids
-            self._begin_turn(episode, Turn(0, 0, group.prompt or "", prompt_ids, most=most))
+            ids, images = group.members.prompt if group.members.prompt[0] else episode.request.prompt
+            self._begin_turn(episode, Turn(0, 0, group.prompt or "", ids, most=most, images=images))
             return
         group.prompt = episode.observed if group.prompt is None else group.prompt
         try:
             if episode.observed != group.prompt:
                 raise EpisodeError("all members must see the same first observation: derive it from the row and `seed`")
-            if not group.ids:
-                group.text, group.ids = first_prompt(group.prompt, group.played_by)
+            if not group.read[0]:
+                group.text, group.read = first_prompt(group.prompt, group.played_by)
         except EpisodeError as error:
             self._stop(episode, "stop", Score(failure=str(error)))
         else:
-            self._begin_turn(episode, Turn(0, 0, group.prompt, group.ids, most=episode.request.max_new_tokens))
+            (ids, images), most = group.read, episode.request.max_new_tokens
+            self._begin_turn(episode, Turn(0, 0, group.prompt, ids, most=most, images=images))
 
     def _go_on(self, episode: _Episode) -> None:
         """Begin the turns that there is room for, in the order in which they were asked for."""
         environment, transcript = episode.group.played_by, episode.transcript
-        most, group_prompt = episode.request.max_new_tokens, episode.group.members.prompt_ids
+        most, group_prompt = episode.request.max_new_tokens, episode.group.members.prompt
         while episode.waiting:
             read = episode.waiting[0]
             try:
@@ -285,14 +290,15 @@ class Episodes:
 
     def _begin_turn(self, episode: _Episode, turn: Turn, stop: Sequence[str] = ()) -> None:
         first, transcript, environment = episode.request, episode.transcript, episode.group.environment
-        prompt_ids, context = transcript.begin(turn)
-        state = self._happened(episode, "begins", prompt_ids if turn.trained else ())
+        prompt, context = transcript.begin(turn)
+        state = self._happened(episode, "begins", prompt if turn.trained else NO_PROMPT)
         # Of the row that is first in the record, what is trained on.
         is_shown = turn.trained and transcript.first is not None and transcript.first.row == turn.row
         following = replace(
             first,
             key=first.key._replace(row=turn.row),
-            prompt_ids=prompt_ids,
+            prompt_ids=prompt[0],
+            images=prompt[1],
             context=context,
             max_new_tokens=turn.most,
             seed=turn_seed(first.seed, turn.number),
@@ -344,7 +350,7 @@ class Episodes:
         return FinishedRollout(
             episode.key,
             transcript.rollout(rows, episode.reason or last.finish_reason, self._decode, is_agent),
-            rows[0][0].ids,
+            (rows[0][0].ids, rows[0][0].images),
             tuple(turn.text for turn in transcript.turns),
             prompt=episode.group.text,
             anew=tuple(row[0].content for row in rows[1:]),

@@ -27,6 +27,8 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
+from async_rlhf.actors.engine import NO_PROMPT, Prompt
+
 State = Literal["opening", "ready", "playing", "closing", "unprompted", "single", "over"]
 Event = Literal["observed", "begins", "wrote", "ends", "lost"]
 AFTER: Mapping[State, Mapping[Event, State]] = {
@@ -70,27 +72,27 @@ class Member:
 
 
 class Members(Generic[Key]):
-    """Those of one group, in order. prompt_ids: what the first turn that is trained on stands behind, of whichever member;
-    empty until there is one."""
+    """Those of one group, in order. prompt: what the first turn that is trained on stands behind, of whichever member; without
+    a token until there is one."""
 
     def __init__(self, keys: Iterable[Key], is_played: bool) -> None:
         """is_played: whether they have an environment."""
         self._members = dict.fromkeys(keys, Member("opening" if is_played else "unprompted"))
         self._have_met = False
-        self.prompt_ids: tuple[int, ...] = ()
+        self.prompt = NO_PROMPT
 
     def state(self, key: Key) -> State:
         return self._members[key].state
 
-    def happened(self, key: Key, event: Event, prompt_ids: tuple[int, ...] = ()) -> State:
-        """The state after it. prompt_ids: of a turn that begins and is trained on, those at the head of its row."""
-        self._members[key] = self._members[key].after(event, trained=bool(prompt_ids))
-        self.prompt_ids = self.prompt_ids or prompt_ids
+    def happened(self, key: Key, event: Event, prompt: Prompt = NO_PROMPT) -> State:
+        """The state after it. prompt: of a turn that begins and is trained on, what is at the head of its row."""
+        self._members[key] = self._members[key].after(event, trained=bool(prompt[0]))
+        self.prompt = self.prompt if self.prompt[0] else prompt
         self._have_met = self._have_met or all(member.state != "opening" for member in self._members.values())
         return self._members[key].state
 
     def due(self) -> list[Key]:
         """Those whose first turn begins now, or which end without one where they cannot begin as their group does."""
-        has_prompt = bool(self.prompt_ids) or all(member.state == "unprompted" for member in self._members.values())
+        has_prompt = bool(self.prompt[0]) or all(member.state == "unprompted" for member in self._members.values())
         begins = {"ready": self._have_met, "unprompted": has_prompt}
         return [key for key, member in self._members.items() if begins.get(member.state, False)]

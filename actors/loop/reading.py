@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+from async_rlhf.actors.engine import Prompt
 from async_rlhf.actors.environments import Content
+from async_rlhf.actors.environments.rendering import as_messages
 from async_rlhf.actors.environments.yields import Read
 from async_rlhf.actors.loop.context import Environment
 from async_rlhf.actors.loop.transcript import Transcript, Turn
 from async_rlhf.buffers.errors import EpisodeError
+from async_rlhf.buffers.images import images_of
 
 
 class NoRoomError(EpisodeError):
     """The episode is as long as it may be."""
 
 
-def first_prompt(content: Content, environment: Environment) -> tuple[str, tuple[int, ...]]:
-    """A first observation as the model reads it: text and tokens. Raises EpisodeError."""
+def first_prompt(content: Content, environment: Environment) -> tuple[str, Prompt]:
+    """A first observation as the model reads it. Raises EpisodeError."""
     text, ids, _ = environment.rendering.prompt(content)
     _check_prompt(len(ids), environment, "observation")
-    return text, tuple(ids)
+    return text, (tuple(ids), images_of(as_messages(content)))
 
 
-def next_turn(
-    transcript: Transcript, read: Read, environment: Environment, most: int, group_prompt: tuple[int, ...]
-) -> Turn | None:
+def next_turn(transcript: Transcript, read: Read, environment: Environment, most: int, group_prompt: Prompt) -> Turn | None:
     """The turn that the model is to write; None while turns that are being written may need the room.
 
-    most: tokens that a turn may have. group_prompt: as `Members.prompt_ids`. Raises NoRoomError, EpisodeError, and ConfigError
+    most: tokens that a turn may have. group_prompt: as `Members.prompt`. Raises NoRoomError, EpisodeError, and ConfigError
     for tools that the template leaves out.
     """
     turn, call = _turn(transcript, read, environment), read.call
@@ -36,9 +37,9 @@ def next_turn(
     turn.most = min(room, most, (call and call.max_tokens) or room)
     if turn.most > room - sum(unfinished.most for unfinished in transcript.unfinished):
         return None
-    if turn.trained and transcript.first is None and group_prompt:
+    if turn.trained and transcript.first is None and group_prompt[0]:
         prompt_ids = turn.ids if turn.row == transcript.num_rows else transcript.tokens(turn.row)[0]
-        if prompt_ids[0] != group_prompt[0]:
+        if prompt_ids[0] != group_prompt[0][0]:
             raise EpisodeError("its first prompt shares no token with that of its group: derive it from the row and `seed`")
     return turn
 
@@ -54,13 +55,14 @@ def _turn(transcript: Transcript, read: Read, environment: Environment) -> Turn:
         ids = tuple(rendering.given(call.tools).prompt(read.content, is_foreign=True).ids)
         if transcript.first is None:
             _check_prompt(len(ids), environment, "call")
-        return Turn(number, anew, read.content, ids, call.tools, trained)
+        return Turn(number, anew, read.content, ids, call.tools, trained, images=images_of(as_messages(read.content)))
     first, last = past[0], past[-1]
     if call is not None and call.tools and call.tools != first.tools:
         raise EpisodeError(f"its call gives conversation {number} other tools than those that it began with; begin another")
     rendering = rendering.given(first.tools)
-    if rendering.splits(first.content):
-        answers = [*(turn.content for turn in past[1:]), read.content]
+    answers = [*(turn.content for turn in past[1:]), read.content]
+    # A family may prepare an image otherwise beside others, so those that come go before all that is read with them.
+    if rendering.splits(first.content) or images_of(as_messages(read.content)):
         prompt_ids, behind = transcript.tokens(last.row)
         said = list(zip((turn.text for turn in past), answers, strict=True))
         _, ids_read, restarts = rendering.whole(first.content, said, [*prompt_ids, *behind])
@@ -69,7 +71,10 @@ def _turn(transcript: Transcript, read: Read, environment: Environment) -> Turn:
         _, ids_read, restarts = rendering.observation(first.content, read.content, last.wrote.token_ids.tolist())
     if not ids_read:
         raise EpisodeError("its observation is empty: the model has nothing to read")
-    return Turn(number, anew if restarts else last.row, read.content, tuple(ids_read), first.tools, trained)
+    if not restarts:
+        return Turn(number, last.row, read.content, tuple(ids_read), first.tools, trained)
+    images = tuple(digest for content in (first.content, *answers) for digest in images_of(as_messages(content)))
+    return Turn(number, anew, read.content, tuple(ids_read), first.tools, trained, images=images)
 
 
 def _check_prompt(length: int, environment: Environment, what: str) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from async_rlhf.actors.engine import RolloutKey
+from async_rlhf.actors.engine import Prompt, RolloutKey
 from async_rlhf.actors.environments import Content, Message
 from async_rlhf.actors.prompts import PLAIN, Row, Template
 from async_rlhf.actors.rewards.answer import as_text
 from async_rlhf.actors.scoring.pool import Scored, fields_of
+from async_rlhf.buffers.images import IMAGES, images_of
 from async_rlhf.buffers.record import Int32Array, Rollout, Score, Span
 
 
@@ -24,8 +25,8 @@ class FinishedRollout:
     key: RolloutKey
     rollout: Rollout
     """For the record, behind its own prompt; `judged` adds scores, reference and timings."""
-    prompt_ids: tuple[int, ...]
-    """Tokens of the first observation, or of the row's prompt."""
+    read: Prompt
+    """Tokens and images of the first observation, or of the row's prompt."""
     turns: tuple[str, ...]
     """The model's texts, in the order of time."""
     prompt: str = ""
@@ -54,11 +55,13 @@ class FinishedRollout:
 
     def fields(self, row: Row, template: Template = PLAIN) -> dict[str, Any]:
         """As `fields_of`, and what rewards may ask for besides where there is an environment."""
-        fields = fields_of(row, self.prompt_ids, self.rollout, self.answer, template)
+        fields = fields_of(row, self.read[0], self.rollout, self.answer, template)
         if not self.messages:
             return fields
+        seen = images_of(self.messages)
         return {
             **fields,
+            **({IMAGES: [*seen]} if seen or row.images else {}),
             "messages": [*self.messages],
             "completion_messages": [*self.messages[self.num_prompt :]],
             "model_prompt": self.messages[:-1] if self.is_chat else as_text(self.messages[:-1], ""),
@@ -78,21 +81,34 @@ class FinishedRollout:
 
 
 def behind_one_prompt(
-    prompts: Sequence[tuple[int, ...]], rollouts: Sequence[Rollout], decode: Callable[[Sequence[int]], str]
-) -> tuple[Int32Array, tuple[Rollout, ...]]:
-    """The prompt of a group, int32 [P]: the longest beginning that its members' prompts share; and its rollouts behind it.
+    prompts: Sequence[Prompt], rollouts: Sequence[Rollout], decode: Callable[[Sequence[int]], str], place_id: int | None = None
+) -> tuple[Int32Array, tuple[str, ...], tuple[Rollout, ...]]:
+    """The prompt of a group, int32 [P]: the longest beginning that its members' prompts share; its images; and its rollouts
+    behind it.
 
-    What a member's prompt has beyond it stands at the head of its completion, as what was read. prompts: of each member, with
-    one token at least that all begin with. decode: of tokens to text.
+    What a member's prompt has beyond it stands at the head of its completion, as what was read. Of prompts that differ it ends
+    before the first image. prompts: of each member, with one token at least that all begin with, and that is of no image.
+    decode: of tokens to text. place_id: the token of images.
     """
-    shared = [column[0] for column in takewhile(lambda column: len({*column}) == 1, zip(*prompts, strict=False))]
-    further = (prompt[len(shared) :] for prompt in prompts)
-    return np.array(shared, np.int32), tuple(
-        _behind(read, rollout, decode) if read else rollout for read, rollout in zip(further, rollouts, strict=True)
+    if len({*prompts}) == 1:
+        return np.array(prompts[0][0], np.int32), prompts[0][1], tuple(rollouts)
+    end = place_id if any(images for _, images in prompts) else None
+    columns = zip(*(ids for ids, _ in prompts), strict=False)
+    shared = [column[0] for column in takewhile(lambda column: {*column} == {column[0]} - {end}, columns)]
+    return (
+        np.array(shared, np.int32),
+        (),
+        tuple(
+            _behind(ids[len(shared) :], images, rollout, decode) if len(ids) > len(shared) else rollout
+            for (ids, images), rollout in zip(prompts, rollouts, strict=True)
+        ),
     )
 
 
-def _behind(read: tuple[int, ...], rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> Rollout:
+def _behind(
+    read: tuple[int, ...], images: tuple[str, ...], rollout: Rollout, decode: Callable[[Sequence[int]], str]
+) -> Rollout:
+    further = rollout.images[1:] or ((),) * len(rollout.restarts)
     count, spans = len(read), rollout.spans
     if spans[0].version is None:  # turns that are not trained on come before its first one
         count, spans = count + spans[0].num_tokens, spans[1:]
@@ -101,4 +117,5 @@ def _behind(read: tuple[int, ...], rollout: Rollout, decode: Callable[[Sequence[
         completion_ids=np.concatenate([np.array(read, np.int32), rollout.completion_ids]),
         spans=(Span(None, count), *spans),
         text=decode(read) + rollout.text,
+        images=(images, *further) if images or rollout.images else (),
     )

@@ -1,9 +1,9 @@
 """One rollout as it grows, and what of it goes into the record. Pure.
 
 Its turns stand in *rows*, as the engine reads them: a whole prompt, and behind it turns of the model with what was read
-between them. Most episodes have one. Each conversation of an agent has its own, and a conversation whose earlier turns the chat
-template rewrites (`render = "split"`) goes on in another. What is here is never tokenised again: a row only gets longer,
-exactly as the engine saw it.
+between them. Most episodes have one. Each conversation of an agent has its own, and a conversation goes on in another when an
+image comes, or where the chat template rewrites its earlier turns (`render = "split"`). What is here is never tokenised again:
+a row only gets longer, exactly as the engine saw it.
 
     in time            turn 0 in row 0, turn 1 in row 1, turn 2 in row 0
     in the record      row 0: prompt, turn 0, answer, turn 2;  row 1: prompt, turn 1
@@ -14,8 +14,8 @@ without a trained turn is left out, and of each row what comes behind the last o
 
 Turns of several rows may be written at the same time, and which of them began first is then chance. So from the first turn on
 that begins beside another, neither order nor random numbers depend on it: rows whose first trained turns began since the
-moment before, when nothing was being written, are in the order of their prompts' tokens; and a turn's number, which its seed is
-made of, is a digest of all that it reads, and of how many turns had read the same. Chance decides this much: which turn began
+moment before, when nothing was being written, are in the order of their prompts; and a turn's number, which its seed is made
+of, is a digest of all that it reads, and of how many turns had read the same. Chance decides this much: which turn began
 with nothing beside it, and which of two rows that begin the episode leads the record.
 """
 
@@ -27,12 +27,15 @@ from typing import Any
 
 import numpy as np
 
-from async_rlhf.actors.engine import Completion
+from async_rlhf.actors.engine import Completion, Prompt
 from async_rlhf.actors.environments import Content, Message
 from async_rlhf.actors.environments.rendering import conversation
 from async_rlhf.actors.prompts import digest_of
 from async_rlhf.actors.rewards.answer import as_text
 from async_rlhf.buffers.record import FinishReason, Rollout, SamplingMask, Span, pieces
+
+# Hexadecimal, of the digest of an image: a number below 2**63.
+_DIGITS = 15
 
 
 @dataclass(eq=False)
@@ -51,6 +54,8 @@ class Turn:
     """The tools of its conversation."""
     trained: bool = True
     """Whether it is trained on."""
+    images: tuple[str, ...] = ()
+    """In a new row the digests of the images in its prompt, in the order of their places; else none."""
     wrote: Completion | None = None
     """None until it has ended."""
     text: str = ""
@@ -114,20 +119,22 @@ class Transcript:
             behind += [*turn.ids, *(() if turn.wrote is None else turn.wrote.token_ids.tolist())]
         return first.ids, tuple(behind)
 
-    def begin(self, turn: Turn) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Begins a turn of at least one token; returns the row that the engine continues."""
+    def begin(self, turn: Turn) -> tuple[Prompt, tuple[int, ...]]:
+        """Begins a turn of at least one token; returns the row that the engine continues: its prompt, and all behind it."""
         before, unfinished = len(self.turns), self.unfinished
         assert turn.ids and all(other.conversation != turn.conversation for other in unfinished)
         self._is_parallel = self._is_parallel or bool(unfinished)
         self.length += len(turn.ids) if self.turns else 0
         self.turns.append(turn)
         prompt_ids, behind = self.tokens(turn.row)
-        turn.behind, turn.digest = len(behind), digest_of([*prompt_ids, *behind])
+        images = self.turns_of(turn.row)[0].images
+        seen = (int(digest[:_DIGITS], 16) for digest in images)
+        turn.behind, turn.digest = len(behind), digest_of([*prompt_ids, *behind, *seen])
         turn.number = turn.rank = before
         if self._is_parallel:
             same = sum(other.digest == turn.digest for other in self.turns[:before])
             turn.number, turn.rank = digest_of([turn.digest, same]), self.turns[before - 1].rank
-        return prompt_ids, behind
+        return (prompt_ids, images), behind
 
     def end(self, row: int, wrote: Completion, text: str) -> Turn:
         """Ends the turn of a row with the model's completion."""
@@ -143,7 +150,7 @@ class Transcript:
         trained = [turn for turn in self.turns if turn.trained]
         first, last = {turn.row: turn for turn in reversed(trained)}, {turn.row: turn for turn in trained}
         rows = [self.turns_of(number) for number in dict.fromkeys(turn.row for turn in trained)]
-        rows[1:] = sorted(rows[1:], key=lambda row: (first[row[0].row].rank, row[0].ids))
+        rows[1:] = sorted(rows[1:], key=lambda row: (first[row[0].row].rank, row[0].ids, row[0].images))
         return [row[: row.index(last[row[0].row]) + 1] for row in rows]
 
     def rollout(
@@ -172,6 +179,7 @@ class Transcript:
             sampling_mask=_joined(masks) if len(masks) == len(sampled) else None,
             turn_scores=() if all(score is None for score in scores) else scores,
             routing=np.concatenate(routings) if len(routings) == len(rows) else None,
+            images=((), *(row[0].images for row in rows[1:])) if any(row[0].images for row in rows[1:]) else (),
         )
 
     def messages(self) -> tuple[list[Message], Content]:

@@ -282,8 +282,9 @@ class Worker:
 
     def _record(self, number: int, group: _Open, environment: Environment | None) -> Group:
         members = [group.finished[member] for member in range(self._group_size)]
-        prompts, rollouts = [member.prompt_ids for member in members], [member.rollout for member in members]
-        prompt_ids, rollouts_behind = behind_one_prompt(prompts, rollouts, self._context.decode)
+        prompts, rollouts = [member.read for member in members], [member.rollout for member in members]
+        place_id = None if self._context.images is None else self._context.images.place_id
+        prompt_ids, images, rollouts_behind = behind_one_prompt(prompts, rollouts, self._context.decode, place_id)
         is_agent = environment is not None and environment.spec.calls
         return Group(
             number=number,
@@ -294,7 +295,7 @@ class Worker:
             actor=self._name,
             prompt=members[0].prompt or (self._context.decode(prompt_ids.tolist()) if is_agent else group.prompt),
             columns=group.row.columns,
-            images=group.row.images,
+            images=images,
         )
 
     def _environment_stage(self, environment: Environment | None, finished: FinishedRollout) -> dict[str, StageTime]:

@@ -24,6 +24,8 @@ from async_rlhf.actors.environments.pool import EpisodePool, Event
 from async_rlhf.actors.environments.yields import EpisodeEnd
 from async_rlhf.actors.prompts import Row, environment_seed
 from async_rlhf.buffers.errors import ConfigError, DeadlineError
+from async_rlhf.buffers.images import IMAGES
+from async_rlhf.buffers.images.store import scratch
 from async_rlhf.buffers.score import Score
 from async_rlhf.inspect.trials import failures, in_words, quantiles
 from async_rlhf.run.config import Config
@@ -96,10 +98,11 @@ def play(config: Config, limit: int, write: Write) -> Iterator[EpisodeTrial]:
     """One episode after the other, whose turns `write` gives. Raises ConfigError, EpisodeError, DeadlineError."""
     rows, spec = rows_of(config, limit)
     bell = threading.Event()
-    pool = EpisodePool[int](spec, config.environment, bell.set)
+    pool = EpisodePool[int](spec, config.environment, bell.set, images=scratch().directory)
     try:
         for number, row in enumerate(rows):
             fields = {**row.columns, "prompt": row.prompt, "seed": environment_seed(config.seed, number)}
+            fields |= {IMAGES: [*row.images]} if row.images else {}
             pool.begin(number, fields)
             yield _played(pool, number, write, bell)
     finally:
@@ -144,19 +147,21 @@ def play_by_model(config: Config, limit: int) -> Iterator[EpisodeTrial]:
     from async_rlhf.actors.loop.episodes import Episodes
     from async_rlhf.buffers.model_directory import from_pretrained
     from async_rlhf.learner.model.gguf import model_directory
+    from async_rlhf.run.checks.images import processor_of
     from async_rlhf.run.processes.evaluation import environments_of
     from async_rlhf.run.processes.roles import run_context
 
     rows, _ = rows_of(config, limit)
     config = config.model_copy(update={"model": model_directory(config.model)})
     tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
-    engine = load_engine(config.model, config.served_engine, version=0)
+    images = processor_of(config, rows)
+    engine = load_engine(config.model, config.served_engine, version=0, images=images)
 
-    context = run_context(config, rows, tokenizer)
+    context = run_context(config, rows, tokenizer, images=images)
     begun = [(row, environment_seed(config.seed, n), context.requests(n, 0, row)[2][:1]) for n, row in enumerate(rows)]
     bell = threading.Event()
     try:
-        with environments_of(config, tokenizer, bell.set) as environments:
+        with environments_of(config, tokenizer, bell.set, images) as environments:
             episodes = Episodes(engine, context.decode, environments)
             episodes.begin(begun)
             num_left, last_answer = len(rows), time.monotonic()
@@ -195,7 +200,7 @@ def _parts(
     def part(who: Literal["environment", "model"], ids: Sequence[int]) -> EpisodePart:
         return EpisodePart(who, decode(ids), next(scores, None) if who == "model" else None, pieces=in_pieces(ids))
 
-    parts, at = [part("environment", played.prompt_ids)], 0
+    parts, at = [part("environment", played.read[0])], 0
     for is_turn, spans in groupby(rollout.spans, key=lambda span: span.version is not None):
         run = list(spans)
         count = sum(span.num_tokens for span in run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -28,9 +28,9 @@ def records(reading: Reading, *, step: int | None = None, group: int | None = No
     """Groups as plain objects in the order of training, only those of `step` (from 1) or `group` where given.
 
     From the journal, and of the steps that it does not hold those that were sampled into `rollouts.jsonl`: `sampled` tells them
-    apart. `quarantined`: why a group was taken back, else None. `images`, of a prompt that has some: of each its digest, its
-    file, and its size where that is there. Raises ConfigError when there is none, DamagedError for a file
-    that is not as it was written.
+    apart. `quarantined`: why a group was taken back, else None. `images`, of a prompt and of a rollout that has some behind it:
+    of each its digest, its file, and its size where that is there. Raises ConfigError when there is none, DamagedError for a
+    file that is not as it was written.
     """
     reasons = {line.get("group"): line.get("reasons") for line in reading.quarantined.whole()}
     archived, is_none = _archived(reading.run), True
@@ -41,15 +41,19 @@ def records(reading: Reading, *, step: int | None = None, group: int | None = No
     for is_sample, (at, number, made) in chain(zip(repeat(True), before), zip(repeat(False), kept)):
         if step in (None, at) and group in (None, number):
             is_none = False
-            record = made()
-            seen = {"images": [_image(reading.run, digest) for digest in record["images"]]} if record.get("images") else {}
-            yield {**record, **seen, "sampled": is_sample, "quarantined": reasons.get(number)}
+            record = _with_images(reading.run, made())
+            rollouts = [_with_images(reading.run, rollout) for rollout in record["rollouts"]]
+            yield {**record, "rollouts": rollouts, "sampled": is_sample, "quarantined": reasons.get(number)}
     if is_none:
         which = "".join(f" {name} {value}" for name, value in (("step", step), ("group", group)) if value is not None)
         raise ConfigError(
             f"run {str(reading.run.path)!r} has recorded no group{' of' * bool(which)}{which}. Its journal has groups after "
             "the oldest checkpoint (all with queue.keep_rollouts = true), rollouts.jsonl sampled_groups of each step"
         )
+
+
+def _with_images(run: RunDir, of: Mapping[str, Any]) -> dict[str, Any]:
+    return {**of, **({"images": [_image(run, digest) for digest in of["images"]]} if of.get("images") else {})}
 
 
 def _image(run: RunDir, digest: Any) -> dict[str, Any]:

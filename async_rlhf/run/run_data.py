@@ -1,7 +1,8 @@
 """The rows of a run: written once into its directory, so that every process and every resumed run reads the same.
 
 data/training.jsonl, data/held_out.jsonl   a row a line, as `load_rows` gave them, without those that were dropped
-data/images/                               the images that rows name by digest (`buffers/images/store`)
+data/images/                               the images that rows, and what was said in episodes, name by digest
+                                           (`buffers/images/store`)
 data/summary.json                          written last; how many rows there are, and how many were dropped
 data/spool/                                where rows come while the run goes on: stream.jsonl has them in their order,
                                            rejected/ what is of no use to the run (`buffers/spool`)
@@ -76,7 +77,9 @@ class RunData:
 
     @property
     def has_images(self) -> bool:
-        """Whether its rows, or those of an evaluation, have images. Raises as `rows`."""
+        """Whether its rows, or those of an evaluation, have images, or some may come. Raises as `rows`."""
+        if self._config.images:
+            return True
         if self._keeps_images:
             return any(True for _ in self.images)
         return any(row.images for part in self.rows for row in part)

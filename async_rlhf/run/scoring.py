@@ -100,7 +100,8 @@ def check_columns(
 ) -> None:
     """columns: those of every row of this source. Raises ConfigError where what judges or plays them asks for another."""
     played = played_by(config, source)
-    config.rewards.check_columns(judges, source, columns if played is None else columns | OF_EPISODES)
+    of_episodes = OF_EPISODES | ({IMAGES} if config.data.images else set())
+    config.rewards.check_columns(judges, source, columns if played is None else columns | of_episodes)
     if played is not None:
         with of_source(played):
             environments[played].check(columns)

@@ -10,7 +10,7 @@ import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,13 @@ _MAX_TOKENIZER_BYTES = 64 << 20
 def shown(sample: Mapping[str, Any], decode: Decode | None, store: ImageStore | None = None) -> dict[str, Any] | None:
     """A line of `rollouts.jsonl` for the page; None when it is not as the learner writes it. store: of the run's images."""
     try:
+        digests = [str(each)[:40] for of in (sample, *sample["rollouts"]) for each in of.get("images", ())[:_MAX_IMAGES]]
         return {
             "step": int(sample["step"]),
             "group": int(sample["group"]),
             "actor": str(sample.get("actor", "")),
             "prompt": str(sample["prompt"])[:MAX_CHARACTERS],
-            "images": [_image(str(digest)[:40], store) for digest in sample.get("images", ())[:_MAX_IMAGES]],
+            "images": [_image(digest, store) for digest in islice(dict.fromkeys(digests), _MAX_IMAGES)],
             "rollouts": [_rollout(rollout, decode) for rollout in sample["rollouts"][:_MAX_ROLLOUTS]],
             "more": max(0, len(sample["rollouts"]) - _MAX_ROLLOUTS),
         }
@@ -77,9 +78,7 @@ def group_lines(record: Mapping[str, Any], decode: Decode | None = None) -> str:
     taken_back = "  QUARANTINED: " + "; ".join(map(str, record["quarantined"])) if record.get("quarantined") else ""
     lines = [f"step {record['step']}  group {record['group']} (attempt {record['attempt']}, {record['actor']}){taken_back}"]
     lines += [f"  prompt: {record['prompt']!r}"]
-    for number, image in enumerate(record.get("images", ()), 1):
-        size = "missing" if image["size"] is None else "{} x {}".format(*image["size"])
-        lines += [f"  image {number}: {size}, {image['file']}"]
+    lines += _image_lines(record)
     for rollout in record["rollouts"]:
         scores = ", ".join(
             f"{name} failed: {score['failure']}" if score["failure"] else f"{name} {score['value']}"
@@ -95,8 +94,14 @@ def group_lines(record: Mapping[str, Any], decode: Decode | None = None) -> str:
         )
         turns = _turn_lines(rollout, decode)
         text = "" if turns else f" {rollout['text']!r}"
-        lines += [f"  {scores:<28} {versions:<14} {rollout['finish_reason']:<7}{text}", *turns]
+        lines += [f"  {scores:<28} {versions:<14} {rollout['finish_reason']:<7}{text}", *turns, *_image_lines(rollout)]
     return "\n".join(lines)
+
+
+def _image_lines(of: Mapping[str, Any]) -> Iterator[str]:
+    for number, image in enumerate(of.get("images", ()), 1):
+        size = "missing" if image["size"] is None else "{} x {}".format(*image["size"])
+        yield f"  image {number}: {size}, {image['file']}"
 
 
 @lru_cache(maxsize=4)

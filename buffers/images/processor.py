@@ -12,7 +12,7 @@ import json
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ Arrays = Mapping[str, np.ndarray]
 
 # What a processor returns about the text.
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
-_CACHE_BYTES = 256 << 20
+_CACHE_BYTES, _EXPANSIONS = 256 << 20, 4096
 _SAMPLE = ((64, 48), (40, 72))
 
 
@@ -49,7 +49,7 @@ class ImageProcessor:
     def __init__(self, directory: Path, store: ImageStore, cache_bytes: int = _CACHE_BYTES) -> None:
         from transformers import AutoConfig
 
-        self._directory, self._store, self._most_bytes = directory, store, cache_bytes
+        self._directory, self.store, self._most_bytes = directory, store, cache_bytes
         self._processor = _processor(directory)
         self._tokenizer = self._processor.tokenizer
         config = from_pretrained(AutoConfig, directory)
@@ -57,13 +57,13 @@ class ImageProcessor:
         self.place_id = int(getattr(config, "image_token_index", -1) if named is None else named)
         self.mark = str(self._processor.image_token)
         self._marks = {self.mark, str(self._tokenizer.convert_ids_to_tokens(self.place_id))}
-        self._template = getattr(self._processor, "chat_template", None) or self._tokenizer.chat_template
+        self.chat_template = getattr(self._processor, "chat_template", None) or self._tokenizer.chat_template
         self._cache: OrderedDict[tuple[str, ...], Arrays] = OrderedDict()
-        self._expansions: dict[tuple[tuple[int, int], ...], int] = {}
+        self._expansion = lru_cache(_EXPANSIONS)(self._expanded)
 
     def another(self) -> ImageProcessor:
         """One of its own for another thread."""
-        return ImageProcessor(self._directory, self._store, self._most_bytes)
+        return ImageProcessor(self._directory, self.store, self._most_bytes)
 
     @property
     def of_model(self) -> Any:
@@ -73,7 +73,7 @@ class ImageProcessor:
     def opened(self, images: Sequence[str]) -> list[Any]:
         """These images, by Pillow, those of `sample` too. Raises DamagedError."""
         made_up = dict(_made_up())
-        return [made_up[name] if name in made_up else self._store.open(name) for name in images]
+        return [made_up[name] if name in made_up else self.store.open(name) for name in images]
 
     def encode(self, messages: Messages, variables: Mapping[str, Any]) -> Encoded:
         """variables: of the chat template. Raises ConfigError for messages that it refuses or whose images it leaves out, for a
@@ -91,7 +91,7 @@ class ImageProcessor:
         """Tokens of `encode`, from the sizes of images alone. Raises the same."""
         text, images = self._rendered(messages, variables)
         plain = len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        return plain + (self._expansion(tuple(map(self._store.size, images))) if images else 0)
+        return plain + (self._expansion(tuple(map(self.store.size, images))) if images else 0)
 
     def inputs(self, images: tuple[str, ...]) -> Arrays:
         """What the model's tower takes for the images of a prompt. Raises DamagedError."""
@@ -99,6 +99,17 @@ class ImageProcessor:
             self._processed(self.mark * len(images), images)
         self._cache.move_to_end(images)
         return self._cache[images]
+
+    def rendered(self, messages: Messages, variables: Mapping[str, Any], begins_turn: bool = True) -> str:
+        """What the chat template writes. Raises what it raises."""
+        text = self._tokenizer.apply_chat_template(
+            [_as_parts(message) for message in messages],
+            chat_template=self.chat_template,
+            add_generation_prompt=begins_turn,
+            tokenize=False,
+            **variables,
+        )
+        return str(text)
 
     def sample(self) -> tuple[list[int], tuple[str, ...]]:
         """A made-up prompt with two images of different shapes, which no store has: token ids, and their names."""
@@ -115,18 +126,10 @@ class ImageProcessor:
                     f"a prompt spells {mark!r}, which stands for an image in this model, in {spelt[:60]!r}; take it out, and "
                     'give an image as {"type": "image", ...}'
                 )
-        if not self._template:
+        if not self.chat_template:
             raise ConfigError(f"model = {str(self._directory)!r} has no chat template, which writes the places of images")
         try:
-            text = str(
-                self._tokenizer.apply_chat_template(
-                    [_as_parts(message) for message in messages],
-                    chat_template=self._template,
-                    add_generation_prompt=True,
-                    tokenize=False,
-                    **variables,
-                )
-            )
+            text = self.rendered(messages, variables)
         except Exception as error:  # a template is a program
             raise ConfigError(f"the model's chat template refuses {str(messages)[:80]}: {error}") from error
         if (places := text.count(self.mark)) != len(images):
@@ -163,15 +166,13 @@ class ImageProcessor:
         while len(self._cache) > 1 and sum(map(_num_bytes, self._cache.values())) > self._most_bytes:
             self._cache.popitem(last=False)
 
-    def _expansion(self, sizes: tuple[tuple[int, int], ...]) -> int:
+    def _expanded(self, sizes: tuple[tuple[int, int], ...]) -> int:
         """Tokens that images of these sizes add to the text with their places."""
-        if sizes not in self._expansions:
-            from PIL import Image
+        from PIL import Image
 
-            text = self.mark * len(sizes)
-            ids = np.asarray(self._call(text, [Image.new("RGB", size) for size in sizes])["input_ids"]).size
-            self._expansions[sizes] = int(ids) - len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        return self._expansions[sizes]
+        text = self.mark * len(sizes)
+        ids = np.asarray(self._call(text, [Image.new("RGB", size) for size in sizes])["input_ids"]).size
+        return int(ids) - len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @cache

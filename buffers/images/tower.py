@@ -45,7 +45,7 @@ class ImageFeatures:
 
 @dataclass(frozen=True)
 class PromptPlace:
-    """A prompt with images in a pass, by row and column of its first token."""
+    """A prompt with images in a pass, by row and column of its first token; or what of it stands behind a text."""
 
     row: int
     column: int
@@ -162,7 +162,8 @@ class ImageTower:
             found, shift = self.positions(each.ids, each.images)
             if found is not None:
                 after = each.column + len(each.ids)
-                turned[:, each.row, each.column : after] = found.to(turned.device)
+                before = positions_KT[each.row, each.column]  # of text that a group shares
+                turned[:, each.row, each.column : after] = before + found.to(turned.device)
                 turned[:, each.row, after:end] += shift
         return turned
 

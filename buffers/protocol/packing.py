@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import reprlib
 import struct
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, cast
 
 import numpy as np
@@ -39,6 +39,7 @@ def pack_group(group: Group) -> tuple[GroupHeader, Frames]:
         attempt=group.attempt,
         num_prompt_tokens=len(group.prompt_ids),
         images=[*group.images],
+        images_of_pieces=[[[*of] for of in r.images] for r in rollouts] if any(r.images for r in rollouts) else [],
         num_tokens=[rollout.length for rollout in rollouts],
         spans=[[(span.version, span.num_tokens, span.cache_version) for span in rollout.spans] for rollout in rollouts],
         restarts=[rollout.restarts for rollout in rollouts] if any(rollout.restarts for rollout in rollouts) else [],
@@ -128,6 +129,8 @@ class GroupSchema:
     """Whether it is an agent, whose conversations do that too, and whose first prompts may go on behind the group's."""
     routing: Routing | None = None
     """The model's routing, None where nothing is recorded of it."""
+    images: Container[str] | None = None
+    """The digests of the run's images; None: they are not looked at."""
 
     def check(self, header: GroupHeader, ids: Int32Array, routing: RoutingArray | None) -> None:
         """ids: the prompt's and the completions'. Raises WireError (`schema`): what, the value, the limit."""
@@ -156,6 +159,9 @@ class GroupSchema:
             raise _not_of_run(header.number, "a row that begins anew; this run has environment.render other than 'split'")
         if not self.calls and any(begins_read):
             raise _not_of_run(header.number, "a completion that begins with what was read; this run has no agent")
+        named = chain(header.images, *chain.from_iterable(header.images_of_pieces))
+        if self.images is not None and (digest := next((each for each in named if each not in self.images), None)):
+            raise _not_of_run(header.number, f"image {digest}, which this run does not have")
         if routing is not None and (problem := misfit(self.routing, routing)):
             raise _not_of_run(header.number, problem)
 
@@ -191,7 +197,8 @@ def check_group(header: GroupHeader, frames: Frames, schema: GroupSchema | None 
         raise _wrong(header, "tokens", f"token ids must be at least 0, got {ids.min()}")
     if schema is not None:
         schema.check(header, ids[: header.num_prompt_tokens + sum(header.num_tokens)], routing)
-    if header.metrics or header.turn_scores or header.restarts or header.num_support.count(None) < len(header.num_support):
+    rare = header.metrics, header.turn_scores, header.restarts, header.images_of_pieces
+    if any(rare) or header.num_support.count(None) < len(header.num_support):
         group = unpack_group(header, frames[1:])
         if schema is not None:
             schema.check_supports(group)
@@ -222,6 +229,7 @@ def unpack_group(header: GroupHeader, arrays: Frames) -> Group:
                 reference=next(references) if header.has_reference[member] else None,
                 turn_scores=tuple(header.turn_scores[member]) if header.turn_scores else (),
                 routing=None if routed is None else np.concatenate((routed[0], routed[member + 1])),
+                images=tuple(map(tuple, header.images_of_pieces[member])) if header.images_of_pieces else (),
             )
             for member in range(size)
         )
@@ -245,7 +253,7 @@ def _arrays(header: GroupHeader, arrays: Frames) -> tuple[Int32Array, Float32Arr
     size = len(header.num_tokens)
     names = ("spans", "num_support", "has_reference", "finish_reasons", "texts", "timings")
     columns: list[tuple[str, Sequence[Any]]] = [(name, getattr(header, name)) for name in names]
-    columns += [(name, column) for name in ("turn_scores", "restarts") if (column := getattr(header, name))]
+    columns += [(name, column) for name in ("turn_scores", "restarts", "images_of_pieces") if (column := getattr(header, name))]
     for name, column in (*columns, *header.scores.items(), *header.metrics.items()):
         if len(column) != size:
             raise _wrong(header, "lengths", f"{name!r} has {len(column)} items for {size} members")

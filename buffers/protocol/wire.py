@@ -79,8 +79,7 @@ class Hello(message.Message):
     """An actor joins, or comes back to a restarted hub: what it serves and which (number, attempt) it works on."""
 
     actor: Name
-    life: Digest
-    """Names the process, however often it connects."""
+    life: Digest  # names the process, however often it connects
     shared: dict[Name, Digest] = Field(default_factory=dict, max_length=32)
     """Digests that hub and actor must share, by name."""
     bits: Annotated[tuple[str, str], Field(strict=False)] = ("", "")
@@ -116,13 +115,14 @@ class GroupHeader(MessageBase):
     """Everything of a Group but its arrays, which follow as two frames. Lists have one item a member.
 
     int32: prompt ids, the members' ids, then of each member with a sampling mask its sizes and its ids. float32: logprobs
-    of sampled tokens, then of each member that has them the reference's. images: digests, in the prompt's order.
+    of sampled tokens, then of each member that has them the reference's. images, images_of_pieces: digests, as in the records.
     """
 
     number: Count
     attempt: Count
     num_prompt_tokens: Count = Field(ge=1)
     images: list[Digest] = Field(default_factory=list)
+    images_of_pieces: list[list[list[Digest]]] = Field(default_factory=list)
     num_tokens: list[Annotated[Count, Field(ge=1)]] = Field(min_length=1)  # behind the prompt
     spans: list[list[Annotated[tuple[Version | None, Count, Version | None], Field(strict=False)]]]
     """(version or None of an observation, tokens, oldest version in the cache or None)"""

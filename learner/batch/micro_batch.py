@@ -70,9 +70,9 @@ class PolicyInputs:
     source_N: int64, index into the flattened [R L] of the position whose logits predict the token. target_N: int64 token ids.
     temperature_N: float32. sizes_N, ids_K: the tokens that each was chosen among, as in `SamplingMasks`; None where nothing was
     cut off. experts_PMk: int16 [R L, M, k], the experts of each position in each mixture layer, -1 where they are not
-    known; None where none are. prompts_Q4: int64, of each prompt with images its begin and end in the flattened [R L], the end
-    of what follows it in its row, and how many images it has; images_I2: int64, the digests of all, one prompt after the other
-    (see `digests`); None where no prompt has any.
+    known; None where none are. prompts_Q4: int64, of each prompt, or beginning of a piece, with images its begin and end in the
+    flattened [R L], the end of what follows it in its row, and how many images it has; images_I2: int64, the digests of all,
+    one prompt after the other (see `digests`); None where none has any.
     """
 
     ids_RL: Tensor

@@ -252,13 +252,11 @@ class _TokenLayout:
         behind = self.end
         members = [(member.rollout, np.zeros(member.rollout.length, np.int64)) for member in row.members]
         for rollout, predicting in members:
-            at = self._read(rollout, rollout.pieces[0], len(prompt), len(prompt), predicting)
+            at = self._read(rollout, 0, rollout.pieces[0], len(prompt), len(prompt), predicting)
             predicting[0] = behind - 1  # by the prompt, each other one by the token before it
             if len(members) > 1:
                 self._attend(at)
-        if row.group.images:
-            self.prompts.append((begin, behind, self.end, len(row.group.images)))
-            self.images += row.group.images
+        self._see(begin, behind, row.group.images)
         if len(members) == 1:
             self._attend(begin)
         else:
@@ -270,20 +268,28 @@ class _TokenLayout:
                 if not shares:
                     self.next_row()
                 # Of each piece before, the last token is not read.
-                self._attend(self._read(rollout, piece, 0, len(prompt) + piece.start - number, predicting))
+                self._attend(self._read(rollout, number, piece, 0, len(prompt) + piece.start - number, predicting))
         return [predicting[rollout.sampled] for rollout, predicting in members]
 
     def next_row(self) -> None:
         width = self.ids.shape[1]
         self.end = -(-self.end // width) * width
 
-    def _read(self, rollout: Rollout, piece: Piece, position: int, routed: int, predicting: np.ndarray) -> int:
-        """Where it begins. routed: its first position in the rollout's routing. predicting: int64 [T], filled in where the
-        tokens of the piece are predicted, all but its first."""
+    def _read(self, rollout: Rollout, number: int, piece: Piece, position: int, routed: int, predicting: np.ndarray) -> int:
+        """Where it begins. number: of the piece. routed: its first position in the rollout's routing. predicting: int64 [T],
+        filled in where the tokens of the piece are predicted, all but its first."""
         begin = self.end
         self._put(rollout.completion_ids[piece.start : piece.stop - 1], position, rollout.routing, routed)
+        if rollout.images:
+            self._see(begin, begin + rollout.heads[number], rollout.images[number])
         predicting[piece.start : piece.stop] = np.arange(begin - 1, self.end)
         return begin
+
+    def _see(self, begin: int, end: int, images: Sequence[str]) -> None:
+        """Note images whose places lie in [begin, end), and that what has been put behind follows them."""
+        if images:
+            self.prompts.append((begin, end, self.end, len(images)))
+            self.images += images
 
     def _attend(self, begin: int) -> None:
         """End the piece that began there."""

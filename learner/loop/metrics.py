@@ -166,6 +166,7 @@ def group_record(group: Group, step: int, fields: Sequence[Mapping[str, Any]]) -
         "rollouts": [
             {
                 "text": rollout.text,
+                **({"images": [digest for piece in rollout.images for digest in piece]} if rollout.images else {}),
                 **further,
                 "spans": [[span.version, span.num_tokens] for span in rollout.spans],
                 "restarts": rollout.restarts,

@@ -161,6 +161,8 @@ class Agency(ScriptedPool):
 class Characters:
     """A token is the code of a character, below `vocabulary`."""
 
+    place_id = None
+
     def __init__(self, vocabulary: int = 256) -> None:
         self._vocabulary = vocabulary
 
@@ -257,7 +259,7 @@ def plain_passes(
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.bool_]]:
     """Of each sampled token: its log-probability by one pass of its version over the piece that it stands in, among those it
     was chosen from; whether this version had computed all of its prefix. Walks the spans by itself."""
-    rollout, found, exact, at, text = played.rollout, list[float](), list[bool](), 0, list(played.prompt_ids)
+    rollout, found, exact, at, text = played.rollout, list[float](), list[bool](), 0, list(played.read[0])
     mask = rollout.sampling_mask
     kept = None if mask is None else np.split(mask.ids, np.cumsum(mask.sizes)[:-1])
     for span in rollout.spans:
@@ -282,7 +284,7 @@ def assert_every_token_is_that_of_a_plain_pass(
     """Engine and learner give each sampled token the log-probability of a plain pass of its version over its piece. The
     learner reads siblings in one row, and each for itself. Returns the group."""
     own = [played.rollout for played in done]
-    prompt_ids, rollouts = behind_one_prompt([played.prompt_ids for played in done], own, text_of)
+    prompt_ids, _, rollouts = behind_one_prompt([played.read for played in done], own, text_of)
     assert len({version for rollout in rollouts for version in rollout.versions.tolist()}) > 1
     group = Group(0, 0, prompt_ids, rollouts, Sampling(temperature=temperature))
     passes = [plain_passes(models, each, temperature) for each in done]

@@ -82,7 +82,7 @@ class Agents(Scene):
 def shown(played: FinishedRollout) -> Shown:
     """Its prompt, spans, and tokens as text."""
     rollout = played.rollout
-    return text_of(played.prompt_ids), rollout.spans, text_of(rollout.completion_ids.tolist())
+    return text_of(played.read[0]), rollout.spans, text_of(rollout.completion_ids.tolist())
 
 
 def test_calls_of_two_conversations_are_one_rollout_whose_rows_follow_each_other() -> None:
@@ -122,7 +122,7 @@ def test_calls_of_two_conversations_are_one_rollout_whose_rows_follow_each_other
     )
     assert played.rollout.text == "abxydwf\nsub\ncze" and played.answer == "f" and played.num_sampled == 6
     assert [each["content"] for each in played.messages] == ["ask", "ab", "xy", "d", "w", "f"]
-    assert fields_of(ROW, played.prompt_ids, played.rollout, "f")["row_pieces"] == [[0, 0, 7], [7, 3, 13]]
+    assert fields_of(ROW, played.read[0], played.rollout, "f")["row_pieces"] == [[0, 0, 7], [7, 3, 13]]
     parts = _parts(played, text_of, lambda ids: [])
     assert [part.content for part in parts][-4:] == [[{"role": "user", "content": "sub"}], "c", "z", "e"] and parts[6].anew == 3
 
@@ -488,7 +488,7 @@ def test_engine_and_learner_give_every_call_the_logprobs_of_a_plain_pass_of_its_
     episodes.begin([(ROW, 1, [Request(key, PROMPT, 5, Sampling(temperature=0.8), seed=key.member) for key in keys])])
     done = played_with_updates(episodes, engine, models, len(keys))
     group = assert_every_token_is_that_of_a_plain_pass(models, done, 0.8, on_update)
-    assert len(group.prompt_ids) < min(len(each.prompt_ids) for each in done)
+    assert len(group.prompt_ids) < min(len(each.read[0]) for each in done)
     assert all(rollout.spans[0].version is None for rollout in group.rollouts)
     if render == "conversation":
         assert [rollout.turn_lengths[0] <= 2 + each.key.member for rollout, each in zip(group.rollouts, done, strict=True)]
@@ -586,8 +586,8 @@ def test_every_call_stands_once_in_the_record_behind_its_own_conversation(data: 
         if played.score is None or played.score.failure is None:
             assert shown(played)[::2] == twins[key].record()
         rollouts.append(played.rollout)
-        prompts.append(played.prompt_ids)
-    prompt_ids, made = behind_one_prompt(prompts, rollouts, text_of)
+        prompts.append(played.read)
+    prompt_ids, _, made = behind_one_prompt(prompts, rollouts, text_of)
     Group(0, 0, prompt_ids, made, Sampling())
 
 
@@ -608,7 +608,7 @@ def test_a_group_stands_behind_the_longest_prompt_that_all_share_and_nothing_of_
     drawn: list[tuple[tuple[int, ...], Rollout]],
 ) -> None:
     prompts, before = zip(*drawn, strict=True)
-    shared, after = behind_one_prompt(prompts, before, lambda ids: "".join(map(str, ids)))
+    shared, _, after = behind_one_prompt([(each, ()) for each in prompts], before, lambda ids: "".join(map(str, ids)))
     assert shared.dtype == np.int32 and len(shared) >= 1
     least = min(map(len, prompts))
     assert len(shared) == least or len({prompt[len(shared)] for prompt in prompts}) > 1, "no longer one is shared"

@@ -218,7 +218,7 @@ def test_what_is_kept_of_rows_with_images_are_their_digests(folder: Path) -> Non
         ({"prompt": "<image> or <image>?", "images": [png()]}, "2 places for images, and its columns 1 images; give as many"),
         ({"prompt": user({"type": "image", "image": png()}), "images": [png()]}, "0 places for images, and its columns 1"),
         ({"prompt": user({"type": "image", "image": png(), "max_pixels": 9})}, "image 1: the part has the key 'max_pixels'"),
-        ({"prompt": user({"type": "image", "source": {"data": ""}})}, "the part has the key 'source', which is not read"),
+        ({"prompt": user({"type": "image", "source": {"file_id": "f"}})}, "an object has the key 'file_id', which is not read"),
         ({"prompt": [{"role": "system", "content": "a"}], "image": png()}, "no message of the user to put them into"),
         ({"prompt": [{"role": "user", "content": "a", "images": [png()]}]}, "has the key 'images', which is no text"),
         ({"prompt": user({"type": "video", "video": "a.mp4"})}, "part 1 is 'video', and text was expected"),

@@ -297,5 +297,5 @@ def test_every_token_of_an_episode_has_a_sampling_mask_on_its_way_to_the_referen
     sizes, kept = fields_of(ROW, [1], rollout, "")["sampling_mask"]
     assert np.frombuffer(sizes, "<i4").tolist() == [2, 1, 1, 1] and np.frombuffer(kept, "<i4").tolist() == [5, 6, 90, 91, 7]
     scored = Scored(RolloutKey(0, 0, 0), {}, reference=np.array([-1, -2, -3, -4], np.float32))
-    judged = FinishedRollout(scored.key, rollout, (1,), ("",), score=RIGHT).judged(scored, {}, {}).rollout
+    judged = FinishedRollout(scored.key, rollout, ((1,), ()), ("",), score=RIGHT).judged(scored, {}, {}).rollout
     assert judged.reference is not None and judged.reference.tolist() == [-1, -4]

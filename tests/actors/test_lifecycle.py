@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_rlhf.actors.engine import NO_PROMPT, Prompt
 from async_rlhf.actors.loop.lifecycle import AFTER, PLAYED, WAITING, Event, Member, Members, State
 
-OWN, OTHER = (7, 1), (7, 2)
+OWN, OTHER = ((7, 1), ()), ((7, 2), ("ab",))
 """Prompts of members."""
 
 
@@ -56,9 +57,9 @@ def test_every_member_ends_once_whatever_happens_and_none_begins_before_it_may(d
     over, begun, writing, num_lost = list[int](), set[int](), dict.fromkeys(keys, 0), 0
     refused = {key: data.draw(st.booleans()) for key in keys} if kind == "together" else {}
 
-    def happened(key: int, event: Event, prompt_ids: tuple[int, ...] = ()) -> None:
+    def happened(key: int, event: Event, prompt: Prompt = NO_PROMPT) -> None:
         writing[key] = 0 if event == "lost" else writing[key] + (event == "begins") - (event == "wrote")
-        if members.happened(key, event, prompt_ids) == "over":
+        if members.happened(key, event, prompt) == "over":
             over.append(key)
 
     while True:
@@ -71,9 +72,9 @@ def test_every_member_ends_once_whatever_happens_and_none_begins_before_it_may(d
                     assert len(begun) or not any(members.state(other) == "opening" for other in keys), "all begin together"
                 else:
                     waiting = {members.state(other) for other in keys} - {"single", "over"}
-                    assert members.prompt_ids or waiting == {"unprompted"}, "it has a prompt, or none has"
+                    assert members.prompt[0] or waiting == {"unprompted"}, "it has a prompt, or none has"
                 begun.add(key)
-                happened(key, "begins", members.prompt_ids or OWN)
+                happened(key, "begins", members.prompt if members.prompt[0] else OWN)
         able: list[tuple[int, Event]] = []
         for key in keys:
             state = members.state(key)
@@ -86,8 +87,8 @@ def test_every_member_ends_once_whatever_happens_and_none_begins_before_it_may(d
             break  # nothing more can come: neither an environment nor the engine has anything
         key, event = data.draw(st.sampled_from(able))
         num_lost += event == "lost"
-        had_prompt = members.prompt_ids
-        prompt_ids = data.draw(st.sampled_from([(), OWN, OTHER])) if event == "begins" else ()
-        happened(key, event, prompt_ids)
-        assert members.prompt_ids == (had_prompt or prompt_ids), "the prompt of a group stays"
+        had_prompt = members.prompt
+        prompt = data.draw(st.sampled_from([NO_PROMPT, OWN, OTHER])) if event == "begins" else NO_PROMPT
+        happened(key, event, prompt)
+        assert members.prompt == (had_prompt if had_prompt[0] else prompt), "the prompt of a group stays"
     assert sorted(over) == keys and all(members.state(key) == "over" for key in keys)

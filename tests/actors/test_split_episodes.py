@@ -77,12 +77,12 @@ def test_the_engine_reads_on_from_where_the_row_began_anew_and_the_record_keeps_
     scene.pool.ends(key)
     (played,) = scene.poll()
     rollout = played.rollout
-    assert text_of(rollout.completion_ids.tolist()) == "axyb!allczd" and played.prompt_ids == of("go")
+    assert text_of(rollout.completion_ids.tolist()) == "axyb!allczd" and played.read[0] == of("go")
     anew = Span(None, 4, restarts=True)
     assert rollout.spans == (Span(4, 1), Span(None, 2), Span(5, 1), anew, Span(6, 1), Span(None, 1), Span(7, 1))
     assert (rollout.text, rollout.turn_scores) == ("axyb\n!all\nczd", (0.5,) * 3) and played.turns == ("a", "b", "c", "d")
     assert [message["content"] for message in played.messages] == ["go", "a", "xy", "b", "!all", "c", "z", "d"]
-    assert fields_of(ROW, played.prompt_ids, rollout, "d")["row_pieces"] == [[0, 0, 4], [4, 4, 11]]
+    assert fields_of(ROW, played.read[0], rollout, "d")["row_pieces"] == [[0, 0, 4], [4, 4, 11]]
     parts = _parts(played, text_of, lambda ids: [])
     assert parts[4] == EpisodePart("environment", "!all", anew=4) and [part.content for part in parts[5:]] == ["c", "z", "d"]
     assert [part.score for part in parts if part.who == "model"] == [0.5, 0.5, 0.5, None]
@@ -161,7 +161,7 @@ def test_experts_of_rows_that_begin_anew_are_those_of_plain_passes_over_their_pi
         rollout, at = played.rollout, 0
         assert rollout.routing is not None and len(rollout.pieces) > 1
         for piece in rollout.pieces:
-            head = list(played.prompt_ids) if piece.start == 0 else []
+            head = list(played.read[0]) if piece.start == 0 else []
             ids = [*head, *rollout.completion_ids[piece.start : piece.stop - 1].tolist()]
             np.testing.assert_array_equal(np.sort(rollout.routing[at : at + len(ids)], axis=-1), chosen_experts(model, ids))
             at += len(ids)

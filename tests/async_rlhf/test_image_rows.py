@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from PIL import Image
 from async_rlhf import try_rewards
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.data.tokens import PromptLengths
-from async_rlhf.actors.prompts import Row
+from async_rlhf.actors.environments import EnvironmentConfig
+from async_rlhf.actors.environments.server import EnvironmentServer
+from async_rlhf.actors.prompts import Row, from_json
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.images.decoding import digest_of
 from async_rlhf.buffers.images.store import ImageStore
@@ -33,6 +36,7 @@ from async_rlhf.run.reading import Reading
 from async_rlhf.run.run_data import RunData
 from async_rlhf.run.run_dir import RunDir
 from async_rlhf.watch.run import WatchedRun
+from tests.actors.served import running
 from tests.conftest import output_of
 
 MANY = 12
@@ -170,7 +174,6 @@ def test_equal_text_about_other_images_is_another_prompt(config: Any, data: Path
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ({"environment.function": "CODE:plays"}, "prompt 0 has images, and environment 'plays' plays it: episodes are of text"),
         ({"rewards.functions": ["reward_model"]}, "prompt 0 has images, and the model of stage 'reward_model' reads text only"),
         (
             {"loss.kl_coef": 0.1, "scoring.stages.reference.placement": "actor"},
@@ -187,12 +190,36 @@ def test_what_reads_text_only_is_refused_before_the_run(config: Any, data: Path,
         list(check_images(Subject(config(**own, **model))))
 
 
-def test_rules_hold_for_the_rows_of_an_evaluation_too(config: Any, data: Path) -> None:
+@pytest.fixture
+def server(data: Path) -> Iterator[str]:
+    """The address at which `plays` is served."""
+    own = EnvironmentConfig(function=f"{data}/code.py:plays")
+    server = EnvironmentServer(own.spec(data), own, "tcp://127.0.0.1:*")
+    with running(server):
+        yield f"remote:{server.address}"
+
+
+def test_rows_with_images_are_played_here_and_not_by_a_server_which_has_none(config: Any, data: Path, server: str) -> None:
+    list(check_images(Subject(config(**{"environment.function": f"{data}/code.py:plays"}))))
+    with pytest.raises(ConfigError, match="environment 'plays', which is served, plays it: a server has no images of a run"):
+        list(check_images(Subject(config(**{"environment.function": server}))))
+
+
+def test_rules_hold_for_the_rows_of_an_evaluation_too(config: Any, data: Path, server: str) -> None:
     (data / "text.jsonl").write_text('{"prompt": "q", "answer": "a"}\n{"prompt": "r", "answer": "a"}\n')
     own = {"data.source": str(data / "text.jsonl"), "data.held_out": 0, "evaluation.source": str(data / "rows.jsonl")}
-    subject = Subject(config(**own, **{"environment.function": f"{data}/code.py:plays"}))
-    with pytest.raises(ConfigError, match=r"evaluation\.source: prompt 0 has images, and environment 'plays'"):
+    subject = Subject(config(**own, **{"environment.function": server}))
+    with pytest.raises(ConfigError, match=r"evaluation\.source: prompt 0 has images, and environment 'plays', which is served"):
         check_prompts(subject)
+
+
+def test_where_images_may_come_what_reads_text_only_is_refused(config: Any) -> None:
+    reads_text = {"loss.kl_coef": 0.1, "scoring.stages.reference.placement": "actor"}
+    text = json.dumps({"prompt": "q", "answer": "a"})
+    Path(config().data.source).write_text(f"{text}\n" * 4)
+    list(check_images(Subject(config(**reads_text))))
+    with pytest.raises(ConfigError, match=r"data\.images = true, and the model of stage 'reference' reads text only"):
+        list(check_images(Subject(config(**reads_text, **{"data.images": True}))))
 
 
 def test_a_reward_that_asks_for_images_is_known_to_get_them(config: Any, data: Path) -> None:
@@ -214,12 +241,36 @@ def test_a_reward_on_another_machine_is_known_to_get_no_images(config: Any) -> N
     assert list(check_images(Subject(config(**near)))) == []
 
 
-def test_images_do_not_come_through_a_spool(config: Any, tmp_path: Path, data: Path) -> None:
-    check = RowCheck(config(**{"data.source": f"spool:{tmp_path / 'spool'}", "data.held_out": "none"}))
-    for row in ({"prompt": "q", "image": str(data / "0.png")}, {"prompt": [{"role": "user", "content": [{"type": "image"}]}]}):
-        (rejected,) = check([json.dumps({**row, "answer": "a"}).encode()])
-        assert isinstance(rejected, RejectedLine) and "image" in rejected.reason
-    assert "images cannot come through a spool" in check([json.dumps({"prompt": "q", "image": "0.png"}).encode()])[0].reason
+def test_rows_of_a_spool_bring_their_images_into_the_run_or_are_set_aside(config: Any, tmp_path: Path, data: Path) -> None:
+    given = {
+        "data.held_out": "none",
+        "model": "tiny-namer",
+        "rewards.functions": [f"{data}/code.py:looks"],
+        "data.source": f"spool:{data}",
+    }
+    kept = ImageStore(tmp_path / "kept")
+
+    def look(row: dict[str, Any], **more: Any) -> str | RejectedLine:
+        (found,) = RowCheck(config(**given, **more), kept)([json.dumps({"answer": "a", **row}).encode()])
+        return found
+
+    taken, one = {"data.images": True}, {"prompt": "q", "image": "0.png"}
+    (digest,) = from_json(str(look(one, **taken))).images
+    assert kept.open(digest).tobytes() == picture(0).tobytes()
+    inside = base64.b64encode((data / "1.png").read_bytes()).decode()
+    parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{inside}"}}, {"type": "text", "text": "q"}]
+    assert from_json(str(look({"prompt": [{"role": "user", "content": parts}]}, **taken))).images == (digest_of(picture(1)),)
+    (data / "spoilt.png").write_bytes(b"spoilt")
+    for row, more, says in (
+        (one, {}, "this run takes none while it goes on: set data.images = true"),
+        ({"prompt": "q", "image": "spoilt.png"}, taken, "image 1: 'spoilt.png': it is no image of a known format"),
+        ({"prompt": "q", "image": "https://a.com/a.png"}, taken, "nothing is fetched while a run goes on"),
+        ({"prompt": "q", "images": ["0.png"] * 8}, {**taken, "generation.max_prompt_length": 8}, "tokens with its images, the"),
+        ({"prompt": "q"}, taken, "asks for 'images', which is neither"),
+    ):
+        rejected = look(row, **more)
+        assert isinstance(rejected, RejectedLine) and says in rejected.reason, (row, rejected)
+    assert len([*kept]) == 2
 
 
 def sample(images: list[str]) -> dict[str, Any]:

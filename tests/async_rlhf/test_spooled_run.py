@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from async_rlhf.buffers.errors import ConfigError
+from async_rlhf.buffers.images.store import ImageStore
 from async_rlhf.buffers.spool.claims import RejectedLine
 from async_rlhf.buffers.spool.deposit import end, put
 from async_rlhf.buffers.spool.stream import PromptStream
@@ -98,7 +99,7 @@ LINES: list[tuple[bytes, str]] = [
 
 
 def test_a_line_that_is_of_no_use_to_the_run_is_set_aside_with_the_reason(small: Any, tmp_path: Path) -> None:
-    check = RowCheck(small(**fed(tmp_path)))
+    check = RowCheck(small(**fed(tmp_path)), ImageStore(tmp_path / "images"))
     good = b'{"prompt": "a", "answer": "\xc3\xa4"}'
     found = check([good, *(line for line, _ in LINES), good])
     assert found[0] == found[-1] == '{"prompt": "a", "answer": "ä"}'
@@ -124,7 +125,7 @@ def test_a_line_of_a_source_that_nothing_judges_or_teaches_is_set_aside(small: A
     for settings, says in ((teachers, "no teacher for rows of the source 'other'"), (played, "no reward judges them")):
         config = small(**fed(tmp_path, **settings))
         preflight(config)
-        good, bad = RowCheck(config)([line % b"words", line % b"other"])
+        good, bad = RowCheck(config, ImageStore(tmp_path / "images"))([line % b"words", line % b"other"])
         assert isinstance(good, str) and isinstance(bad, RejectedLine) and says in bad.reason
 
 

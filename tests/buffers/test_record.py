@@ -30,6 +30,9 @@ def rollout(**changed: Any) -> Rollout:
     return Rollout(**fields | changed)
 
 
+IMAGE = "0" * 32
+# A first piece that begins with a token that was read.
+BEHIND = {"spans": (Span(None, 1), Span(4, 2)), "logprobs": np.zeros(2, np.float32)}
 # Of 2 tokens of the prompt, and of 2 that are read behind it.
 ROUTING = np.zeros((4, 3, 2), np.uint8)
 
@@ -67,6 +70,9 @@ def group(**changed: Any) -> Group:
         ({"spans": (Span(0, 1), Span(None, 1, restarts=True), Span(0, 1))}, r"logprobs must be float32 \(2,\), got"),
         ({"routing": np.zeros((4, 3, 2), np.int64)}, r"routing must be uint8 or uint16 \[N, L, k\], got int64 \(4, 3, 2\)"),
         ({"routing": np.zeros((4, 6), np.uint8)}, r"routing must be .* got uint8 \(4, 6\)"),
+        ({"images": ((IMAGE,),)}, r"images must be of 1 pieces, in what each begins with, got \(\('0000"),
+        ({**BEHIND, "images": ((IMAGE, IMAGE),)}, "images must be of 1 pieces, in what each begins with"),
+        ({**BEHIND, "images": ((IMAGE,), (IMAGE,))}, "images must be of 1 pieces"),
     ],
 )
 def test_a_rollout_that_contradicts_itself_is_refused(changed: dict[str, Any], message: str) -> None:
@@ -103,6 +109,10 @@ def test_a_support_that_does_not_hold_what_was_sampled_is_refused(sizes: list[in
         ({"rollouts": (rollout(), rollout(scores={}))}, r"must carry the same rewards, first has \['right'\]"),
         ({"rollouts": (rollout(routing=ROUTING), rollout())}, r"of all 2 rollouts must be \[\(4, 3, 2\), \(4, 3, 2\)\]"),
         ({"rollouts": (rollout(), rollout(routing=ROUTING))}, r"routing of all 2 rollouts must be \[None, None\]"),
+        (
+            {"images": (IMAGE,), "rollouts": (rollout(), rollout(**BEHIND, images=((IMAGE,),)))},
+            "group 0 has images in its prompt, and some behind it in a first piece",
+        ),
         ({"rollouts": (rollout(routing=ROUTING[1:]),)}, r"must be \[\(4, 3, 2\)\], got \[\(3, 3, 2\)\]"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from async_rlhf.actors.loop.rollouts import behind_one_prompt
 from async_rlhf.buffers.errors import ConfigError, RecordError
 from async_rlhf.buffers.images.processor import ImageProcessor
 from async_rlhf.buffers.images.store import ImageStore
@@ -65,6 +66,50 @@ class Learning:
         a, b, c = self.images
         return [self.group(0, a), self.group(1, b), self.group(2, c, a, b), self.group(3)]
 
+    def episodes(self, number: int) -> Group:
+        """Members whose first prompts have other images each, or none, and to whom others come later: a row begins anew with
+        each, and an observation of text goes on with it."""
+        a, b, c = self.images
+        conversations = [[(a,), (a, b), (a, b, c)], [(b, c), (b, c, b)], [(), (c,)], [(a,)]]
+        random, place = np.random.default_rng(number), self.processor.place_id
+        prompts, rollouts = [], []
+        for member, conversation in enumerate(conversations):
+            asked = [image_models.asking(*images, text="what is it?"[: 11 - member]) for images in conversation]
+            rows = [self.processor.encode(each, {}).ids for each in asked]
+            ids, spans = list[int](), list[Span]()
+            for row in rows:
+                read, drawn = row if ids else [], random.integers(3, 30, 7)
+                ids += [*read, *np.where(drawn == place, 2, drawn).tolist()]
+                spans += [Span(None, len(read), restarts=True)] * bool(read) + [Span(0, 3), Span(None, 2), Span(0, 2)]
+            own = ((), *conversation[1:]) if len(conversation) > 1 else ()
+            logp = np.full(5 * len(conversation), -2.0, np.float32)
+            rollouts.append(Rollout(np.array(ids, np.int32), logp, tuple(spans), "stop", images=own))
+            prompts.append((tuple(rows[0]), conversation[0]))
+        prompt, images, members = behind_one_prompt(prompts, rollouts, str, place)
+        assert not images and place not in prompt and len(prompt) > 3
+        return Group(number, 0, prompt, members, Sampling())
+
+    def plain_pieces(self, policy: Policy, group: Group) -> list[Tensor]:
+        """As `plain`, of episodes: each piece by a pass of its own."""
+        tower, found = ImageTower(policy.model, self.processor), []
+        for rollout in group.rollouts:
+            logps = []
+            for number, (piece, head) in enumerate(zip(rollout.pieces, rollout.heads, strict=True)):
+                before = [] if number else group.prompt_ids.tolist()
+                ids = torch.tensor([*before, *rollout.completion_ids[piece.start : piece.stop].tolist()])
+                images = rollout.images[number] if rollout.images else ()
+                logits = tower.plain(ids[:-1].tolist(), len(before) + head, images) if images else self.logits(policy, ids)
+                logp = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
+                behind = torch.cat([torch.zeros(1 if number else 0), logp[max(0, len(before) - 1) :]])
+                logps.append(behind[torch.from_numpy(rollout.sampled[piece.start : piece.stop])])
+            found.append(torch.cat(logps))
+        return found
+
+    def logits(self, policy: Policy, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            logits: Tensor = policy.model(input_ids=ids[None, :-1], use_cache=False).logits[0]
+        return logits
+
     def plain(self, policy: Policy, group: Group) -> list[Tensor]:
         tower = ImageTower(policy.model, self.processor)
         found = []
@@ -73,8 +118,7 @@ class Learning:
             if group.images:
                 logits = tower.plain(ids[:-1].tolist(), len(group.prompt_ids), group.images)
             else:
-                with torch.no_grad():
-                    logits = policy.model(input_ids=ids[None, :-1], use_cache=False).logits[0]
+                logits = self.logits(policy, ids)
             logp = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
             found.append(logp[len(group.prompt_ids) - 1 :])
         return found
@@ -98,6 +142,27 @@ def test_log_probabilities_are_those_of_plain_passes(
     groups = own.groups()
     rows = make_rows(groups, [[0.0] * len(LENGTHS)] * len(groups))
     plain = [logp for group in groups for logp in own.plain(policy, group)]
+    for tokens in (1 << 20, 150):
+        for batch in make_micro_batches(rows, Packing(tokens, sharing)):
+            with torch.no_grad():
+                logp = policy(batch).logp_N
+            for member in batch.member_N.unique().tolist():
+                torch.testing.assert_close(logp[batch.member_N == member], plain[member], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("sharing", ["blocks", "rows", "none"])
+@pytest.mark.parametrize("family", image_models.MAKERS)
+def test_images_that_come_later_are_read_as_plain_passes_over_each_piece_read_them(
+    learning: Callable[[str], Learning], family: str, sharing: Sharing
+) -> None:
+    own = learning(family)
+    policy = own.policy()
+    if sharing not in policy.sharings:
+        pytest.skip("this family's images see themselves as a whole, which blocks do not compute")
+    policy.sharing = sharing
+    groups = [own.episodes(0), own.group(1, own.images[1], lengths=(4, 5, 2, 1)), own.episodes(2)]
+    rows = make_rows(groups, [[0.0] * 4] * 3)
+    plain = [*own.plain_pieces(policy, groups[0]), *own.plain(policy, groups[1]), *own.plain_pieces(policy, groups[2])]
     for tokens in (1 << 20, 150):
         for batch in make_micro_batches(rows, Packing(tokens, sharing)):
             with torch.no_grad():

@@ -25,6 +25,7 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
     learner = config.learner
     parts = {
         "environment": (bool(config.environment.all), "environments (environment.function)"),
+        "data.images": (bool(config.environment.all or config.data.spool), "what comes from environments, agents or a spool"),
         "learner.zero_stage": (learner.backend == "deepspeed", "learner.backend = 'deepspeed'"),
         "learner.lora": (learner.lora.rank > 0, "adapters (learner.lora.rank)"),
         "learner.critic": (learner.critic.kind != "none", "a critic (learner.critic.kind)"),

@@ -26,17 +26,23 @@ def _obstacles(config: Config) -> Iterator[str]:
         yield obstacle
     if config.learner.backend != "torch":
         yield f"learner.backend = {config.learner.backend!r}; only 'torch' learns from images"
+    hosts = {"launch.kind": config.launch.kind != "local", "placement.hosts": len(config.placement.hosts) > 1}
+    if config.data.images and any(hosts.values()):
+        setting = next(name for name, is_set in hosts.items() if is_set)
+        yield f"{setting} of several machines: those that come while it goes on (data.images) stay on the one where they came"
     if config.learner.compile:
         yield "learner.compile = true, which is for text; set it to false"
 
 
 def processor_of(config: Config, rows: Sequence[Row]) -> ImageProcessor | None:
-    """What prepares the images of these rows; None where none has any. Raises ConfigError as `ImageProcessor`."""
-    if (first := next((row.images[0] for row in rows if row.images), None)) is None:
+    """What prepares the images of these rows; None where none has any, and none may come. Raises ConfigError as
+    `ImageProcessor`."""
+    first = next((row.images[0] for row in rows if row.images), None)
+    if first is None and not config.data.images:
         return None
     here = scratch()  # unless a run keeps them, which is resumed
     kept = ImageStore(config.run_dir / "data" / "images")
-    return ImageProcessor(Path(config.model), here if here.path(first).is_file() else kept)
+    return ImageProcessor(Path(config.model), kept if first is not None and first not in here else here)
 
 
 def read_text(row: Row, template: Template, processor: ImageProcessor) -> str:

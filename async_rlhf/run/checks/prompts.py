@@ -33,7 +33,7 @@ def check_rendering(subject: Subject) -> None:
             tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
             render, variables = config.environment.all[source].render, config.data.chat_template_kwargs
             with of_source(source):
-                Renderer(tokenizer, config.data.chat or spec.calls, render, spec.tools, variables).check()
+                Renderer(tokenizer, config.data.chat or spec.calls, render, spec.tools, variables, subject.images).check()
 
 
 def check_reading(subject: Subject) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from async_rlhf.actors.config import REFERENCE
+from async_rlhf.actors.environments.loading import form_of
 from async_rlhf.actors.prompts import Row
 from async_rlhf.actors.scoring.remote import is_elsewhere
 from async_rlhf.buffers.errors import ConfigError, did_you_mean
 from async_rlhf.buffers.record import SOURCE, source_of
 from async_rlhf.run.checks.subject import Subject
+from async_rlhf.run.config import Config
 from async_rlhf.run.scoring import check_columns, check_judged, common_columns, played_by, stage_specs
 
 
@@ -73,22 +75,31 @@ def check_images(subject: Subject) -> Iterator[str]:
     for source, number in numbers.items():
         where = f"prompt {number} has images"
         if (played := played_by(config, source)) is not None:
-            name = subject.environments[played].name
-            raise ConfigError(
-                f"{where}, and environment {name!r} plays it: episodes are of text. Leave the environment out, or the images"
-            )
-        chosen = config.rewards.by_source.get(source or "")
-        for spec in stage_specs(config):
-            if spec.name == REFERENCE or spec.target == "reward_model":
-                if chosen is None or spec.name in chosen or spec.name == REFERENCE:
-                    raise ConfigError(
-                        f"{where}, and the model of stage {spec.name!r} reads text only; "
-                        + ('set scoring.stages.reference.placement = "learner"' if spec.name == REFERENCE else "leave it out")
-                    )
-            elif is_elsewhere(spec):
-                elsewhere.append(spec.name)
+            spec = subject.environments[played]
+            if form_of(spec.target)[0] == "remote":
+                raise ConfigError(
+                    f"{where}, and environment {spec.name!r}, which is served, plays it: a server has no images of a run. Name "
+                    "its file in environment.function"
+                )
+        elsewhere += _judges(config, where, config.rewards.by_source.get(source or ""))
+    if config.data.images:
+        elsewhere += _judges(config, "data.images = true")
     for name in dict.fromkeys(elsewhere):
         yield f"reward {name} is served on another machine: it gets no images."
+
+
+def _judges(config: Config, where: str, chosen: Collection[str] | None = None) -> Iterator[str]:
+    """Rewards on other machines that judge what has images. chosen: the rewards of a source. Raises ConfigError for a model
+    that reads text only."""
+    for spec in stage_specs(config):
+        if spec.name == REFERENCE or spec.target == "reward_model":
+            if chosen is None or spec.name in chosen or spec.name == REFERENCE:
+                raise ConfigError(
+                    f"{where}, and the model of stage {spec.name!r} reads text only; "
+                    + ('set scoring.stages.reference.placement = "learner"' if spec.name == REFERENCE else "leave it out")
+                )
+        elif is_elsewhere(spec):
+            yield spec.name
 
 
 def check_named_sources(subject: Subject) -> None:

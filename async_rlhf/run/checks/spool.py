@@ -10,10 +10,13 @@ from typing import Any
 
 from pydantic import JsonValue, TypeAdapter
 
+from async_rlhf.actors.data.images import ImageLoader, Read, take_none
 from async_rlhf.actors.data.rows import row_of
 from async_rlhf.actors.data.tokens import PromptTokenizer
-from async_rlhf.actors.prompts import to_json
+from async_rlhf.actors.prompts import Row, to_json
 from async_rlhf.buffers.errors import ConfigError, WireError
+from async_rlhf.buffers.images.processor import ImageProcessor
+from async_rlhf.buffers.images.store import ImageStore
 from async_rlhf.buffers.parsing import json_value
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.record import SOURCE, source_of
@@ -23,7 +26,7 @@ from async_rlhf.buffers.spool.stream import PromptStream
 from async_rlhf.run.checks.model import longest_prompt
 from async_rlhf.run.config import Config
 from async_rlhf.run.run_dir import RunDir
-from async_rlhf.run.scoring import check_columns, check_judged, environment_specs, stage_specs
+from async_rlhf.run.scoring import check_columns, check_judged, common_columns, environment_specs, stage_specs
 
 _COLUMNS: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, JsonValue])
 _KINDS_OF_ROWS = 256  # sets of columns whose check is remembered
@@ -34,7 +37,7 @@ def open_spool(run: RunDir, config: Config) -> Spool | None:
     if (source := config.data.spool) is None:
         return None
     own = run.path / "data" / "spool"
-    return Spool(source, own, PromptStream(own, config.data.repeat), RowCheck(config))
+    return Spool(source, own, PromptStream(own, config.data.repeat), RowCheck(config, run.images))
 
 
 def check_spool(config: Config) -> list[str]:
@@ -63,11 +66,16 @@ def make_spool(directory: Path) -> None:
 
 
 class RowCheck:
-    """Lines of a spool to rows as they are credited, or why one is of no use to this run. Raises ConfigError for a model
-    without a tokenizer."""
+    """Lines of a spool to rows as they are credited, or why one is of no use to this run. images: of the run. Raises
+    ConfigError for a model without a tokenizer, or without a processor where images may come."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, images: ImageStore) -> None:
         self._config, self._template = config, config.data.row_template
+        self._read: Read = take_none
+        self._processor: ImageProcessor | None = None
+        if config.data.images:
+            self._read = ImageLoader(config.data.spool, images.add, images)
+            self._processor = ImageProcessor(Path(config.model), images)
         self._limit, self._setting = longest_prompt(config)
         self._tokenizer = PromptTokenizer(Path(config.model))
         self._check_columns = lru_cache(_KINDS_OF_ROWS)(self._lack)
@@ -87,8 +95,8 @@ class RowCheck:
     def _look(self, line: bytes) -> tuple[str, str, bool] | RejectedLine:
         """The row, what the model reads, and whether the chat template has written that."""
         try:
-            row = row_of("the line", json_value(line, parse_constant=_refuse), self._config.data.columns, _no_image)
-            text = self._tokenizer.text(row, self._template)
+            row = row_of("the line", json_value(line, parse_constant=_refuse), self._config.data.columns, self._read)
+            text = self._text(row)
             text.encode()
             # As a finished group carries them back, whatever their values are.
             wire.decode(
@@ -99,8 +107,17 @@ class RowCheck:
             return RejectedLine(str(error))
         except (ValueError, OverflowError, RecursionError) as error:
             return RejectedLine(f"it is not JSON, or not of text and numbers that can be sent: {error}")
-        lacking = self._check_columns(frozenset(row.columns), source_of(row.columns))
+        lacking = self._check_columns(frozenset(common_columns([row])), source_of(row.columns))
         return RejectedLine(lacking) if lacking else found
+
+    def _text(self, row: Row) -> str:
+        """What the model reads but for images, with which it has room. Raises ConfigError."""
+        said = self._template.said(row)
+        if self._processor is None or isinstance(said, str):
+            return self._tokenizer.text(row, self._template)
+        if row.images and (count := self._processor.num_tokens(said, self._template.variables)) > self._limit:
+            raise ConfigError(f"its prompt has {count} tokens with its images, the limit is {self._setting}")
+        return self._processor.text(said, self._template.variables).replace(self._processor.mark, "")
 
     def _lack(self, columns: frozenset[str], source: str | None) -> str:
         """The fields that a row of this source needs and these columns lack."""
@@ -113,10 +130,6 @@ class RowCheck:
         except ConfigError as error:
             return str(error)
         return ""
-
-
-def _no_image(given: object) -> str:
-    raise ValueError("images cannot come through a spool: other hosts would not have them; name a file as data.source")
 
 
 def _refuse(constant: str) -> None:

@@ -14,6 +14,7 @@ import xxhash
 
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import content_digest
+from async_rlhf.buffers.images.store import ImageStore
 from async_rlhf.buffers.model_directory import from_pretrained
 from async_rlhf.buffers.protocol.packing import GroupSchema
 from async_rlhf.buffers.protocol.wire import PROTOCOL
@@ -51,8 +52,9 @@ def shared(config: Config, data: RunData) -> dict[str, str]:
         raise ConfigError(f"a file that all of a run must share cannot be read: {error}") from error
 
 
-def schema(config: Config) -> GroupSchema:
-    """The schema of the groups that this run's learner can use."""
+def schema(config: Config, images: ImageStore | None = None) -> GroupSchema:
+    """The schema of the groups that this run's learner can use. images: of the run."""
+    has_images = config.data.images or any(True for _ in images or ())
     generation, environments = config.generation, environment_specs(config).values()
     return GroupSchema(
         group_size=generation.group_size,
@@ -61,7 +63,8 @@ def schema(config: Config) -> GroupSchema:
         max_completion_length=generation.longest_completion,
         rewards=frozenset(spec.name for spec in stage_specs(config)).union(score_names(config, environments)),
         environment=bool(environments),
-        splits=any(environment.render == "split" for environment in config.environment.all.values()),
+        splits=has_images or any(environment.render == "split" for environment in config.environment.all.values()),
+        images=images,
         calls=any(spec.calls for spec in environments),
         sampling=generation.sampling,
         routing=read_routing(

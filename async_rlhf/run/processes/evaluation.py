@@ -68,7 +68,7 @@ def run_evaluation(
     )
     engine = load_engine(model, config.served_engine.plain, version=int(step), images=images)
     try:
-        with environments_of(config, tokenizer) as environments:
+        with environments_of(config, tokenizer, images=images) as environments:
             sampling = config.generation.sampling
             sampled = sampling.model_copy(update={"temperature": 1.0})
             judging = Judging(
@@ -90,10 +90,13 @@ def run_evaluation(
 
 @contextmanager
 def environments_of(
-    config: Config, tokenizer: PreTrainedTokenizerBase, wake: Callable[[], None] = lambda: None
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    wake: Callable[[], None] = lambda: None,
+    images: ImageProcessor | None = None,
 ) -> Iterator[Environments]:
     """The environments in a process that plays episodes. Their own processes run until the end of the block. wake: called from
-    another thread when one has answered."""
+    another thread when one has answered. images: prepares those of the run, where it has some."""
     from async_rlhf.actors.engine import RolloutKey
     from async_rlhf.actors.environments.pool import EpisodePool
     from async_rlhf.actors.environments.rendering import Renderer
@@ -103,12 +106,12 @@ def environments_of(
         environments = dict[str, Environment]()
         for source, spec in environment_specs(config).items():
             section = config.environment.all[source]
-            pool = EpisodePool[RolloutKey](spec, section, wake)
+            pool = EpisodePool[RolloutKey](spec, section, wake, images=None if images is None else images.store.directory)
             stack.callback(pool.close)
             environments[source] = Environment(
                 spec,
                 pool,
-                Renderer(tokenizer, config.data.chat, section.render, spec.tools, config.data.chat_template_kwargs),
+                Renderer(tokenizer, config.data.chat, section.render, spec.tools, config.data.chat_template_kwargs, images),
                 max_prompt_length=longest_prompt(config)[0],
                 max_length=config.generation.longest_completion,
             )

@@ -125,5 +125,5 @@ def _make_backend(run: RunDir, config: Config, ranks: Ranks) -> Controller:
         reference=Path(config.held_reference) if config.held_reference else None,
         max_steps=config.max_steps,
         longest=config.generation.longest_completion,
-        images=run.images.directory if any(True for _ in run.images) else None,
+        images=run.images.directory if config.data.images or any(True for _ in run.images) else None,
     )

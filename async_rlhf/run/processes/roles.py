@@ -83,7 +83,7 @@ def run_hub(run: RunDir, config: Config, *addresses: str, beat: Callable[[], Non
         access=access,
         weights=config.weights,
         prompt_of=partial(data.prompt_of, config.seed, order),
-        schema=schema(config),
+        schema=schema(config, run.images),
         shared=shared(config, data),
         beat=beat,
         prompts=prompts,
@@ -169,7 +169,7 @@ def run_actor(
     refill = config.rewards.composition if config.advantage.constant_groups == "refill" else None
     further = {"partial_every": scoring.stream_tokens, "refill": refill, "images": images}
     try:
-        with environments_of(config, tokenizer, client.wake) as environments:
+        with environments_of(config, tokenizer, client.wake, images) as environments:
             reason = Worker(
                 name,
                 client,

@@ -154,7 +154,7 @@ def test_messages_that_an_environment_yields_are_read_as_those_of_rows_are() -> 
     said = [{"role": "user", "content": [{"type": "text", "text": "a"}], "name": None, "tool_calls": []}]
     assert read_yield(said, 0, 2) == Read([{"role": "user", "content": "a"}])
     end = read_yield([{"role": "user", "content": [{"type": "image"}]}], 0, 2)
-    assert isinstance(end, EpisodeEnd) and "message 1, key 'content': part 1 is 'image'" in str(end.failure)
+    assert isinstance(end, EpisodeEnd) and "image 1: the part has no image" in str(end.failure)
 
 
 def test_failures_are_counted_by_kind_and_cleanups_that_raise_or_yield_apart(either: Bench) -> None:

@@ -253,7 +253,7 @@ def test_many_long_texts_make_a_batch(make_hub: MakeHub) -> None:
 SCHEMA = GroupSchema(
     group_size=2, vocabulary=100, max_prompt_length=2, max_completion_length=3, rewards=frozenset({"right"}),
     sampling=Sampling(), environment=True,
-    routing=Routing(layers=3, choices=2, experts=8),
+    routing=Routing(layers=3, choices=2, experts=8), images={"1" * 32},
 )  # fmt: skip
 
 
@@ -284,6 +284,7 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
     "a prompt that goes on behind the group's": (beside(**BEGINS), "a completion that begins with what was read"),
     "an expert the model has not": ({"rollouts": (rollout(routing=EXPERTS + 2), rollout(routing=EXPERTS))}, "expert 8; the"),
     "experts of other layers": ({"rollouts": (rollout(routing=EXPERTS[:, 1:]),) * 2}, "2 experts in each of 2 layers; the"),
+    "an image that the run has not": ({"images": ("1" * 32, "2" * 32)}, f"image {'2' * 32}, which this run does not have"),
     "another temperature": ({"sampling": Sampling(temperature=0.5)}, "sampling: temperature=0.5 top_k=0"),
 }
 
@@ -308,6 +309,8 @@ def test_what_of_an_agents_prompt_is_not_its_groups_may_be_as_long_as_one_and_it
         (one, (lead, rollout(**ANEW)), None),
         (np.array([1, 2], np.int32), (lead, rollout()), "tokens of a completion: 4; at most 3"),
         (one, (rollout(length=4), rollout()), "tokens of a completion: 4; at most 3"),
+        (one, (replace(lead, images=(("1" * 32,),)), rollout(**ANEW, images=((), ("1" * 32,)))), None),
+        (one, (lead, rollout(**ANEW, images=((), ("2" * 32,)))), f"image {'2' * 32}, which this run does not have"),
         (one, (replace(lead, completion_ids=np.full(5, 5, np.int32), spans=(Span(None, 2), spans[1])), lead), "tokens of"),
     ):
         made = replace(a_group(0, 0, 0, "anna"), prompt_ids=prompt_ids, rollouts=rollouts)

@@ -45,6 +45,7 @@ SCORES = st.builds(Score, LIMITED) | st.builds(Score) | st.builds(Score, st.none
 
 
 SPANS = st.builds(Span, st.integers(-5, (1 << 31) - 1), st.integers(1, 4), st.none() | st.integers(-5, (1 << 31) - 1))
+DIGESTS = st.sampled_from(("0" * 32, "0123456789abcdef" * 2))
 OBSERVATIONS = st.builds(Span, st.none(), st.integers(1, 3))
 
 
@@ -74,6 +75,7 @@ def rollouts(draw: st.DrawFn, names: list[str]) -> Rollout:
     chosen = [span.version is not None for span in spans for _ in range(span.num_tokens)]
     sampled = [token for token, was in zip(ids, chosen, strict=True) if was]
     logprobs, reference = draw(st.lists(logprobs_of(len(sampled)), min_size=2, max_size=2))
+    images = tuple(draw(st.lists(DIGESTS, max_size=count).map(tuple)) for count in heads(spans))
     return Rollout(
         completion_ids=np.array(ids, np.int32),
         logprobs=np.array(logprobs, np.float32),
@@ -85,7 +87,14 @@ def rollouts(draw: st.DrawFn, names: list[str]) -> Rollout:
         sampling_mask=draw(st.none() | sampling_masks(sampled)),
         reference=draw(st.none() | st.just(np.array(reference, np.float32))),
         turn_scores=draw(st.sampled_from([(), (0.5,) if observed else (), (None, 0.5) if observed else (0.5,)])),
+        images=draw(st.sampled_from([(), images])) if any(images) else (),
     )
+
+
+def heads(spans: list[Span]) -> list[int]:
+    """How many tokens each piece begins with that were read."""
+    first = spans[0].num_tokens if spans[0].version is None else 0
+    return [first, *(span.num_tokens for span in spans if span.restarts)]
 
 
 def with_routing(group: Group, dtype: str) -> Group:
@@ -105,11 +114,15 @@ def with_routing(group: Group, dtype: str) -> Group:
 def groups(draw: st.DrawFn) -> Group:
     names = draw(st.lists(TEXT, unique=True, max_size=3))
     dtype = draw(st.sampled_from(("", "uint8", "uint16")))
+    members = tuple(draw(st.lists(rollouts(names), min_size=1, max_size=3)))
     made = Group(
         number=draw(st.integers(0, 1 << 40)),
         attempt=draw(st.integers(0, 9)),
         prompt_ids=np.array(draw(st.lists(st.integers(0, 1 << 20), min_size=1, max_size=5)), np.int32),
-        rollouts=tuple(draw(st.lists(rollouts(names), min_size=1, max_size=3))),
+        rollouts=members,
+        images=()
+        if any(each.images and each.images[0] for each in members)
+        else draw(st.lists(DIGESTS, max_size=2).map(tuple)),
         sampling=draw(like(Sampling)),
         actor=draw(TEXT),
         prompt=draw(TEXT),
@@ -177,6 +190,15 @@ def test_experts_that_do_not_fit_their_header_are_refused(routing: list[int]) ->
         packing.check_group(header.model_copy(update={"routing": routing}), [b"", *arrays])
     with pytest.raises(WireError, match="arrays of"):
         packing.check_group(header, [b"", arrays[0][:-1], arrays[1]])
+
+
+@pytest.mark.parametrize("images", [[[["../secret"]], [[]]], [[["0" * 32]]], [[["0" * 32]], [[]]]])
+def test_what_names_no_image_and_images_of_no_piece_are_refused(images: Any) -> None:
+    """The last of them where nothing was read before the first sampled token."""
+    header, arrays = packing.pack_group(a_group())
+    frames = wire.encode(wire.Put(group=header.model_copy(update={"images_of_pieces": images})), arrays)
+    with pytest.raises(WireError, match=r"images_of_pieces|images must be of"):
+        packing.check_group(packing.put_header(frames), frames)
 
 
 def test_columns_that_json_cannot_say_travel_as_their_text() -> None:
