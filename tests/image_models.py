@@ -14,6 +14,10 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 
+from async_rlhf.buffers.images.processor import ImageProcessor
+from async_rlhf.buffers.images.tower import ImageTower
+from async_rlhf.buffers.record import Group
+
 _WORDS = [*"abcdefghijklmnopqrstuvwxyz \n?:", "user", "system", "assistant"]
 _TEXT: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -191,6 +195,29 @@ def _widen(config: Any) -> None:
         config.text_config.rope_parameters["mrope_section"] = [6, 5, 5]
     if hasattr(config.vision_config, "out_hidden_size"):
         config.vision_config.out_hidden_size = 128
+
+
+@torch.no_grad()
+def plain(model: Any, processor: ImageProcessor, group: Group) -> list[torch.Tensor]:
+    """Log-probabilities of what was sampled of each rollout, each piece by a pass of transformers' own over it and its images.
+    NaN from a sampled token of images on, which such a pass would take for a place."""
+    tower, found = ImageTower(model, processor), list[torch.Tensor]()
+    for rollout in group.rollouts:
+        parts = []
+        for number, (piece, head) in enumerate(zip(rollout.pieces, rollout.heads, strict=True)):
+            before = [] if number else group.prompt_ids.tolist()
+            images = (*([] if number else group.images), *(rollout.images[number] if rollout.images else ()))
+            ids, start = [*before, *rollout.completion_ids[piece.start : piece.stop].tolist()], len(before) + head
+            end = ids.index(processor.place_id, start) if processor.place_id in ids[start:] else len(ids)
+            read = ids[: max(start, end - 1)]
+            logits = tower.plain(read, start, images) if images else model(torch.tensor([read]), use_cache=False).logits[0]
+            logp = torch.full((len(ids),), torch.nan)
+            logp[1 : len(read) + 1] = torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids[1 : len(read) + 1])[:, None])[
+                :, 0
+            ]
+            parts.append(logp[len(before) :][torch.from_numpy(rollout.sampled[piece.start : piece.stop])])
+        found.append(torch.cat(parts))
+    return found
 
 
 def drawn(width: int, height: int, seed: int = 0) -> bytes:

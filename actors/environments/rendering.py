@@ -190,8 +190,6 @@ class Renderer:
             text, ids = self._images.encode(messages, {**self._variables, "tools": self._tools})
         except (ConfigError, DamagedError) as error:
             raise EpisodeError(str(error)) from error
-        if ids[0] == self._images.place_id:
-            raise EpisodeError("the chat template writes nothing before its first image; give the model one that does")
         return Rendered(text, ids)
 
     def _delta(self, messages: Sequence[Message]) -> Rendered:

@@ -38,8 +38,9 @@ def next_turn(transcript: Transcript, read: Read, environment: Environment, most
     if turn.most > room - sum(unfinished.most for unfinished in transcript.unfinished):
         return None
     if turn.trained and transcript.first is None and group_prompt[0]:
-        prompt_ids = turn.ids if turn.row == transcript.num_rows else transcript.tokens(turn.row)[0]
-        if prompt_ids[0] != group_prompt[0][0]:
+        head = turn if turn.row == transcript.num_rows else transcript.turns_of(turn.row)[0]
+        is_same, token = (head.ids, head.images) == group_prompt, head.ids[0]
+        if not is_same and (token != group_prompt[0][0] or token == environment.rendering.place_id):
             raise EpisodeError("its first prompt shares no token with that of its group: derive it from the row and `seed`")
     return turn
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from async_rlhf.actors.loop.rollouts import behind_one_prompt
 from async_rlhf.buffers.errors import ConfigError, RecordError
@@ -89,40 +88,6 @@ class Learning:
         assert not images and place not in prompt and len(prompt) > 3
         return Group(number, 0, prompt, members, Sampling())
 
-    def plain_pieces(self, policy: Policy, group: Group) -> list[Tensor]:
-        """As `plain`, of episodes: each piece by a pass of its own."""
-        tower, found = ImageTower(policy.model, self.processor), []
-        for rollout in group.rollouts:
-            logps = []
-            for number, (piece, head) in enumerate(zip(rollout.pieces, rollout.heads, strict=True)):
-                before = [] if number else group.prompt_ids.tolist()
-                ids = torch.tensor([*before, *rollout.completion_ids[piece.start : piece.stop].tolist()])
-                images = rollout.images[number] if rollout.images else ()
-                logits = tower.plain(ids[:-1].tolist(), len(before) + head, images) if images else self.logits(policy, ids)
-                logp = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
-                behind = torch.cat([torch.zeros(1 if number else 0), logp[max(0, len(before) - 1) :]])
-                logps.append(behind[torch.from_numpy(rollout.sampled[piece.start : piece.stop])])
-            found.append(torch.cat(logps))
-        return found
-
-    def logits(self, policy: Policy, ids: Tensor) -> Tensor:
-        with torch.no_grad():
-            logits: Tensor = policy.model(input_ids=ids[None, :-1], use_cache=False).logits[0]
-        return logits
-
-    def plain(self, policy: Policy, group: Group) -> list[Tensor]:
-        tower = ImageTower(policy.model, self.processor)
-        found = []
-        for rollout in group.rollouts:
-            ids = torch.tensor([*group.prompt_ids.tolist(), *rollout.completion_ids.tolist()])
-            if group.images:
-                logits = tower.plain(ids[:-1].tolist(), len(group.prompt_ids), group.images)
-            else:
-                logits = self.logits(policy, ids)
-            logp = torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
-            found.append(logp[len(group.prompt_ids) - 1 :])
-        return found
-
 
 @pytest.fixture
 def learning(tmp_path: Path) -> Callable[[str], Learning]:
@@ -141,7 +106,7 @@ def test_log_probabilities_are_those_of_plain_passes(
     policy.sharing = sharing
     groups = own.groups()
     rows = make_rows(groups, [[0.0] * len(LENGTHS)] * len(groups))
-    plain = [logp for group in groups for logp in own.plain(policy, group)]
+    plain = [logp for group in groups for logp in image_models.plain(policy.model, own.processor, group)]
     for tokens in (1 << 20, 150):
         for batch in make_micro_batches(rows, Packing(tokens, sharing)):
             with torch.no_grad():
@@ -162,7 +127,7 @@ def test_images_that_come_later_are_read_as_plain_passes_over_each_piece_read_th
     policy.sharing = sharing
     groups = [own.episodes(0), own.group(1, own.images[1], lengths=(4, 5, 2, 1)), own.episodes(2)]
     rows = make_rows(groups, [[0.0] * 4] * 3)
-    plain = [*own.plain_pieces(policy, groups[0]), *own.plain(policy, groups[1]), *own.plain_pieces(policy, groups[2])]
+    plain = [logp for group in groups for logp in image_models.plain(policy.model, own.processor, group)]
     for tokens in (1 << 20, 150):
         for batch in make_micro_batches(rows, Packing(tokens, sharing)):
             with torch.no_grad():
