@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -13,9 +16,14 @@ from hypothesis import strategies as st
 from async_rlhf.actors.agents import chat, messages, responses
 from async_rlhf.actors.agents.request import ChatRequest, RequestError, digests
 from async_rlhf.actors.agents.response import ChatResponse, Dialect, read_reply
+from async_rlhf.actors.data.images import ImageLoader
 from async_rlhf.actors.environments.settings import Message, Reply
 from async_rlhf.actors.environments.tool_calls import TEMPLATE
+from async_rlhf.buffers.images import images_of
+from async_rlhf.buffers.images.decoding import decoded, digest_of
+from async_rlhf.buffers.images.store import ImageStore
 from tests.actors.environments.played import call
+from tests.image_models import drawn
 
 DIALECTS = {name: cast(Dialect, each) for name, each in (("chat", chat), ("messages", messages), ("responses", responses))}
 PRICE = {"name": "price", "description": "of an item", "parameters": {"type": "object", "properties": {}}}
@@ -153,6 +161,51 @@ def test_one_history_is_the_same_conversation_in_each_dialect() -> None:
     assert in_chat.messages[3] == {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "price"}
     assert in_chat.tools == in_messages.tools == in_responses.tools == (TOOL,)
     assert in_chat.stop == in_messages.stop == ("END",) and in_responses.max_tokens == in_chat.max_tokens == 9
+
+
+def test_images_are_the_same_in_each_dialect_also_as_the_answer_of_a_tool(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path)
+    read = ImageLoader(None, store.add, store)
+    one, other = (base64.b64encode(drawn(30, 20, seed)).decode() for seed in (1, 2))
+    urls = [f"data:image/png;base64,{each}" for each in (one, other)]
+    sources = [{"type": "base64", "media_type": "image/png", "data": each} for each in (one, other)]
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    in_chat = chat.read({"messages": [
+        {"role": "user", "content": [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": urls[0]}}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "image_url", "image_url": {"url": urls[1]}, "detail": ""}]},
+    ]}, read)  # fmt: skip
+    in_messages = messages.read({"messages": [
+        {"role": "user", "content": [{"type": "text", "text": "see"}, {"type": "image", "source": sources[0]}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "look", "input": {}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "image", "source": sources[1]}]}
+        ]},
+    ]}, read)  # fmt: skip
+    in_responses = responses.read({"input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "see"}, {"type": "input_image", "image_url": urls[0]}]},
+        {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_image", "image_url": urls[1]}]},
+    ]}, read)  # fmt: skip
+    digests = [digest_of(decoded(drawn(30, 20, seed))) for seed in (1, 2)]
+    assert in_chat.messages == in_messages.messages == in_responses.messages
+    assert [*images_of(in_chat.messages)] == digests and set(store) == set(digests)
+    assert in_chat.prefixes == in_messages.prefixes == in_responses.prefixes
+
+
+def test_another_image_is_another_conversation_and_the_same_in_another_file_is_not(tmp_path: Path) -> None:
+    store, file = ImageStore(tmp_path), io.BytesIO()
+    decoded(drawn(30, 20, 1)).save(file, "BMP")
+    read = ImageLoader(None, store.add, store)
+
+    def prefixes(data: bytes, **more: str) -> list[bytes]:
+        url = f"data:image/x;base64,{base64.b64encode(data).decode()}"
+        parts = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": url}}]
+        return chat.read({"messages": [{"role": "user", "content": parts, **more}]}, read).prefixes
+
+    assert prefixes(drawn(30, 20, 1)) == prefixes(file.getvalue()) == prefixes(drawn(30, 20, 1), name="Ann")
+    others = [chat.read({"messages": [{"role": "user", "content": "see"}]}).prefixes, prefixes(drawn(30, 20, 2))]
+    assert prefixes(drawn(30, 20, 1)) not in others and others[0] != others[1]
 
 
 def test_no_tools_are_shown_where_the_client_says_none() -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from async_rlhf.actors.agents import endpoint
 from async_rlhf.actors.agents.endpoint import HEADER, MAX_BODY_BYTES
+from async_rlhf.actors.data.images import ImageLoader
+from async_rlhf.buffers.images.store import ImageStore
 from tests.actors.agents.by_hand import answer, asked, connection, post, said
 from tests.actors.agents.conftest import Opened
 from tests.conftest import wait_for
+from tests.image_models import drawn
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
@@ -215,6 +220,39 @@ def test_what_is_no_good_request_is_answered_with_the_reason(
 ) -> None:
     got = post(opened.llm, body, **headers)
     assert got.status == status and reason in got.data["error"]["message"]
+    assert opened.calls.empty()
+
+
+PLAIN = Path(__file__).parent / "by_hand.py"
+IMAGES: list[tuple[Any, str]] = [
+    ({"url": "https://example.org/a.png"}, "nothing is fetched while a run goes on"),
+    ({"url": str(PLAIN)}, "a data URL was expected"),
+    ({"url": "f" * 32}, "a data URL was expected"),
+    ({"url": "data:image/png,abc"}, "a data URL with base64 was expected"),
+    ({"url": "data:image/png;base64,YWJj"}, "it is no image of a known format"),
+    ({"url": "data:image/png;base64,?"}, "its base64 is damaged"),
+    ({"path": str(PLAIN)}, "a data URL was expected"),
+    ({"file_id": "file-1"}, "an object has the key 'file_id', which is not read"),
+    ({}, "one of image, image_url, source, bytes"),
+]
+
+
+@pytest.mark.parametrize(("image", "reason"), IMAGES)
+def test_an_image_that_cannot_be_read_is_answered_with_the_reason(
+    opened: Opened, tmp_path: Path, image: Any, reason: str
+) -> None:
+    def asking(*parts: Any) -> Any:
+        content = [{"type": "text", "text": "see"}, *({"type": "image_url", "image_url": part} for part in parts)]
+        return post(opened.llm, {"messages": [{"role": "user", "content": content}]})
+
+    good = {"url": f"data:image/png;base64,{base64.b64encode(drawn(8, 8)).decode()}"}
+    got = asking(good)
+    assert got.status == 400 and "this run takes none while it goes on: set data.images" in got.data["error"]["message"]
+    store = ImageStore(tmp_path)
+    opened.server.image = ImageLoader(None, store.add, store)
+    got = asking(good, image)
+    message = got.data["error"]["message"]
+    assert got.status == 400 and "image 2: " in message and reason in message, message
     assert opened.calls.empty()
 
 

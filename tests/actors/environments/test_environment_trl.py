@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from async_rlhf.actors.environments import EnvironmentSpec, resolve
 from async_rlhf.actors.environments.rendering import Renderer
@@ -94,6 +95,31 @@ def broken(): raise OSError("no licence")
 
 class Resetless:
     def step(self): ...
+
+class Camera:
+    def reset(self, images, told=None, **row):
+        self.seen = images
+        return told if told is not None else [{"type": "image", "image": images[0]}, {"type": "text", "text": "Look."}]
+
+    def crop(self, left: int) -> list:
+        """Crops.
+
+        Args:
+            left: from where
+        """
+        part = self.seen[0].crop((left, 0, *self.seen[0].size))
+        return [{"type": "image", "image": part}, {"type": "text", "text": f"from {left}"}]
+
+    def shoot(self):
+        """Takes a photo."""
+        return self.seen[0]
+
+    def sizes(self):
+        """Lists sizes."""
+        return [each.size for each in self.seen]
+
+    def get_reward(self):
+        return 1.0
 
 TOOLS = [double]
 BAD_TOOLS = [undescribed]
@@ -179,6 +205,23 @@ async def test_its_loop_gives_the_same_messages_and_tokens(folder: Path) -> None
         ours += [read_turn(text, spec.tools).message, *observed]
     assert read[0] == prompt and ours == completions[0] and (calls, failures) == (7, 3)
     assert ids == [*shown, *completion_ids[0]]
+
+
+async def test_what_reset_and_tools_return_may_have_images(folder: Path) -> None:
+    photo = Image.new("RGB", (4, 3), "red")
+    spec, row = spec_of(folder, "Camera"), {"prompt": QUESTION, "images": [photo]}
+    read, score = await walk(spec, call("crop", left=1) + call("shoot") + call("sizes"), "done", **row)
+    look = [{"type": "image", "image": photo}, {"type": "text", "text": "Look."}]
+    assert read[0] == [{"role": "user", "content": [{"type": "text", "text": "Count."}, *look]}]
+    crop, shot, sizes = (message["content"] for message in read[1])
+    assert crop[0]["image"].size == (3, 3) and crop[1] == {"type": "text", "text": "from 1"}
+    assert shot == [{"type": "image", "image": photo}] and sizes == "[(4, 3)]", "a list of no parts is text, as it was"
+    assert score.value == 1.0
+    parts = [{"role": "user", "content": [{"type": "image", "image": photo}]}]
+    (told,), _ = await walk(spec, "done", **{**row, "prompt": parts, "told": "Look."})
+    assert told == [{"role": "user", "content": [*parts[0]["content"], look[1]]}]
+    with pytest.raises(TypeError, match="reset returned int; text, or a list of parts of a message was expected"):
+        await walk(spec, "done", **{**row, "told": 7})
 
 
 async def test_a_call_that_cannot_be_parsed_ends_the_episode_and_is_counted(folder: Path) -> None:

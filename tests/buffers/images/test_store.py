@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from async_rlhf.buffers.errors import DamagedError
+from async_rlhf.buffers.images import store
 from async_rlhf.buffers.images.decoding import decoded, digest_of, encoded
 from async_rlhf.buffers.images.store import ImageStore
 from tests.conftest import REPOSITORY
@@ -157,6 +158,24 @@ def test_what_cannot_be_seen_whole_is_refused_with_its_limit(tmp_path: Path, fil
 def test_an_image_of_one_pixel_is_an_image(tmp_path: Path) -> None:
     store = ImageStore(tmp_path)
     assert store.size(store.add(saved(noise(1, 1)))) == (1, 1)
+
+
+def test_a_file_that_comes_again_is_not_decoded_again_and_what_is_gone_is_kept_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent sends the images of its conversation with each call."""
+    kept, counted = ImageStore(tmp_path / "images"), list[int]()
+    honest = store.decoded
+    monkeypatch.setattr(store, "decoded", lambda data: (counted.append(len(data)), honest(data))[1])
+    files = [saved(noise(seed=seed)) for seed in range(3)]
+    digests = [kept.add(file) for _ in range(4) for file in files]
+    assert digests[:3] * 4 == digests and len(counted) == 3
+    kept.path(digests[0]).unlink()
+    assert digests[0] not in kept and kept.add(files[0]) == digests[0] in kept and len(counted) == 4
+    monkeypatch.setattr(store, "_ADDED", 2)
+    kept.add(saved(noise(seed=9)))
+    assert len(kept._added) == 2, "what is remembered is bounded"
+    assert "../images" not in kept and 7 not in kept
 
 
 def test_an_image_that_is_missing_or_another_is_never_shown(tmp_path: Path) -> None:
