@@ -211,7 +211,7 @@ def _processor(directory: Path) -> Any:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     if not reads_images(directory):
-        raise ConfigError(f"model = {str(directory)!r} reads no images, and rows have some; use a model of images and text")
+        raise ConfigError(f"model = {str(directory)!r} reads no images, and this run has some; use a model of images and text")
     if not any((directory / name).is_file() for name in PROCESSOR_FILES):
         raise ConfigError(
             f"model = {str(directory)!r} has no {PROCESSOR_FILES[0]}, by which images are prepared; copy it from where the "

@@ -55,7 +55,7 @@ def told(tmp_path: Path, **overrides: Any) -> str:
             "with engine.kv.policy = 'window'; set engine.kv.policy = 'full'",
         ),
         ({"learner.compile": True}, "prompts have images, with learner.compile = true, which is for text"),
-        ({"model": str(SPELLER)}, "reads no images, and rows have some"),
+        ({"model": str(SPELLER)}, "reads no images, and this run has some"),
         ({"generation.max_prompt_length": 10}, "prompt 0 has 11 tokens (1200 prompts are too long)"),
     ],
 )
@@ -110,3 +110,43 @@ def test_a_run_is_resumed_with_the_images_that_it_keeps(tmp_path: Path) -> None:
         scratch().path(digest).unlink()
     result = api.train(load(SHAPES, {**FEW, "output_dir": str(tmp_path), "max_steps": 3}), quiet=True, resume=True)
     assert [record["step"] for record in result.metrics][-1] == 3
+
+
+PLAYS = '''
+from async_rlhf import Score, environment
+
+@environment(max_turns=4)
+def turns(prompt, images, answer):
+    """The drawing of the row, the same turned, and a question about both."""
+    said = [(yield prompt)]
+    turned = {"type": "image", "image": images[0].transpose(0)}
+    said.append((yield [{"role": "user", "content": [turned, {"type": "text", "text": "What is it?"}]}]))
+    said.append((yield "What is it?"))
+    yield Score(sum(each.split()[:1] == answer.split()[:1] for each in said) / len(said))
+
+def looks(completion, images, messages):
+    assert len(images) == 2 and images[0].transpose(0).tobytes() == images[1].tobytes()
+    return 0.0
+'''
+
+
+def test_a_run_learns_from_episodes_with_images_at_staleness_0_and_shows_them(tmp_path: Path) -> None:
+    (tmp_path / "plays.py").write_text(PLAYS)
+    own = {
+        "output_dir": str(tmp_path), "environment.function": f"{tmp_path / 'plays.py'}:turns", "queue.max_staleness": 0,
+        "rewards.functions": [f"{tmp_path / 'plays.py'}:looks"], "generation.max_episode_length": 96,
+    }  # fmt: skip
+    result = api.train(load(SHAPES, {**FEW, **own}), quiet=True)
+    assert len(result.metrics) == 4
+    for record in result.metrics:
+        assert record["mismatch/abs_log_ratio"] is not None and record["mismatch/abs_log_ratio"] < 1e-5
+        assert record["rewards/failed_ratio"] == record["staleness/max"] == 0 and record["episodes/mean_turns"] == 3
+        assert record["episodes/mean_restarts"] == 1
+    output = output_of(0, "rollouts", "show", result.run_dir, "--step", "1", "--json")
+    group = json.loads(output.splitlines()[0])
+    store = ImageStore(tmp_path / "shapes" / "data" / "images")
+    for rollout in group["rollouts"]:
+        row, again, turned = [*group["images"], *rollout["images"]]
+        assert row == again and store.open(turned["digest"]).transpose(0).tobytes() == store.open(row["digest"]).tobytes()
+    shown = output_of(0, "rollouts", "show", result.run_dir, "--step", "1")
+    assert f"  image 2: 24 x 24, {store.path(turned['digest'])}" in shown

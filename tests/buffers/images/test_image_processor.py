@@ -95,7 +95,7 @@ def test_a_model_without_a_processor_or_a_tower_is_refused(tmp_path: Path) -> No
     store = ImageStore(tmp_path / "images")
     with pytest.raises(ConfigError, match=r"has no preprocessor_config\.json, by which images are prepared"):
         ImageProcessor(tmp_path / "model", store)
-    with pytest.raises(ConfigError, match="reads no images, and rows have some"):
+    with pytest.raises(ConfigError, match="reads no images, and this run has some"):
         ImageProcessor(SPELLER, store)
 
 
