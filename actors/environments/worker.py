@@ -66,18 +66,18 @@ class EpisodeKind:
 @dataclass(frozen=True)
 class EpisodeImages:
     """Images in a process that runs episodes: how those that a generator yields are read, and those that an agent has sent;
-    and those of a row, by digest, opened. Without a store none are."""
+    and those of a row, by digest, opened. Without a store each raises."""
 
     yielded: ReadImage = take_none
     sent: ReadImage = take_none
-    opened: Callable[[str], Any] | None = None
+    opened: Callable[[str], Any] = take_none
 
     @classmethod
     def of(cls, directory: Path) -> EpisodeImages:
         """directory: of the run's store."""
         from async_rlhf.buffers.images.store import ImageStore
 
-        store = ImageStore(directory)
+        store = ImageStore(directory, durable=True)
         # What an agent sends is the text of a model or of a page: it names no file here.
         return cls(ImageLoader(Path(), store.add, store), ImageLoader(None, store.add, store), store.open)
 
@@ -119,10 +119,8 @@ class WorkerEpisode:
     def _started(self) -> Any:
         """Calling the function fails for arguments that it does not take."""
         if self._generator is None:
-            fields, opened = self._fields, self._images.opened
-            if IMAGES in fields and opened is not None:
-                fields = {**fields, IMAGES: [*map(opened, fields[IMAGES])]}
-            self._generator = self._function(**fields)
+            images = [self._images.opened(digest) for digest in self._fields.get(IMAGES, ())]
+            self._generator = self._function(**{**self._fields, **({IMAGES: images} if images else {})})
         return self._generator
 
     def _read(self, yielded: Any) -> Read | EpisodeEnd | Nothing:

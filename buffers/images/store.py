@@ -24,7 +24,7 @@ from pathlib import Path
 from PIL import Image
 
 from async_rlhf.buffers.errors import DamagedError
-from async_rlhf.buffers.files import File, lock_directory
+from async_rlhf.buffers.files import DISK, File, lock_directory
 from async_rlhf.buffers.images.decoding import MAX_BYTES, decoded, digest_of, size_of, thumbnail
 
 _DIGEST = re.compile("[0-9a-f]{32}")
@@ -34,10 +34,11 @@ _MOST_SHOWN = 16 << 20
 
 
 class ImageStore:
-    """The images of this directory, which is made with the first."""
+    """The images of this directory, which is made with the first. durable: whether what is added outlasts a loss of power, at
+    some milliseconds each."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, *, durable: bool = False) -> None:
+        self.directory, self._durable = directory, durable
         self._added: OrderedDict[bytes, str] = OrderedDict()
 
     def add(self, data: bytes) -> str:
@@ -64,7 +65,11 @@ class ImageStore:
         temporary = path.with_name(f".{digest}.{os.getpid()}-{threading.get_ident()}")
         try:
             write(temporary)
+            if self._durable:
+                DISK.sync_path(temporary)
             temporary.replace(path)
+            if self._durable:
+                DISK.sync_path(self.directory)
         finally:
             temporary.unlink(missing_ok=True)
 

@@ -12,8 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from async_rlhf import api
+from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.images.store import ImageStore, scratch
 from async_rlhf.launch.exit_codes import CONFIGURATION
+from async_rlhf.run.checks.prompts import check_reading
+from async_rlhf.run.checks.subject import Subject
 from async_rlhf.run.loading import load
 from tests.conftest import QUICK, SPELLER, output_of, sets
 
@@ -150,3 +153,38 @@ def test_a_run_learns_from_episodes_with_images_at_staleness_0_and_shows_them(tm
         assert row == again and store.open(turned["digest"]).transpose(0).tobytes() == store.open(row["digest"]).tobytes()
     shown = output_of(0, "rollouts", "show", result.run_dir, "--step", "1")
     assert f"  image 2: 24 x 24, {store.path(turned['digest'])}" in shown
+
+
+def test_a_run_learns_from_images_that_come_through_a_spool(tmp_path: Path) -> None:
+    (spool := tmp_path / "spool").mkdir()
+    rows = (SHAPES.parent / "shapes" / "drawings.jsonl").read_text().splitlines()[:8]
+    broken = json.dumps({"prompt": "What is it?", "image": "data:image/png;base64,YWJj", "answer": "red cross"})
+    (spool / "rows.jsonl").write_text("\n".join([*rows, broken]) + "\n")
+    (spool / "END").touch()
+    own = {"output_dir": str(tmp_path), "data.source": f"spool:{spool}", "data.images": True, "data.held_out": "none"}
+    config = load(SHAPES, {**FEW, **own, "max_steps": 2, "evaluation.at_end": False})
+    result = api.train(config, quiet=True)
+    assert [record["rewards/failed_ratio"] for record in result.metrics] == [0, 0]
+    run = tmp_path / "shapes" / "data"
+    assert len(set(ImageStore(run / "images"))) <= 8 and "png" not in (run / "spool" / "stream.jsonl").read_text()
+    (rejected,) = (run / "spool" / "rejected").iterdir()
+    assert "image 1: 'data:image/png;base64,YWJj': it is no image" in rejected.read_text()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"launch.kind": "ray"}, "with launch.kind of several machines: those that come while it goes on (data.images) stay"),
+        ({"model": str(SPELLER)}, "reads no images, and this run has some"),
+    ],
+)
+def test_where_images_cannot_come_while_a_run_goes_on_is_said_before_it_begins(
+    overrides: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "a"}\n' * 9)
+    (tmp_path / "plays.py").write_text(PLAYS)
+    text = {"data.source": str(tmp_path / "rows.jsonl"), "data.images": True, "data.held_out": 0, "rewards.functions": []}
+    plays = {"environment.function": f"{tmp_path / 'plays.py'}:turns"}
+    with pytest.raises(ConfigError) as refused:
+        check_reading(Subject(load(SHAPES, {**FEW, **text, **plays, **overrides})))
+    assert message in str(refused.value)

@@ -150,11 +150,29 @@ def test_what_is_no_observation_is_failed_by_name(came: Any, reason: str) -> Non
     assert isinstance(came, EpisodeEnd) and came.reason == "failed" and came.score.failure.startswith(reason), came
 
 
+SHOWN = """
+from async_rlhf import Score, environment
+
+@environment
+def shown(images):
+    yield [{"role": "user", "content": [{"type": "image", "image": "data:image/png;base64,YWJj"}]}]
+    yield Score(1.0)
+"""
+
+
 def test_messages_that_an_environment_yields_are_read_as_those_of_rows_are() -> None:
     said = [{"role": "user", "content": [{"type": "text", "text": "a"}], "name": None, "tool_calls": []}]
     assert read_yield(said, 0, 2) == Read([{"role": "user", "content": "a"}])
     end = read_yield([{"role": "user", "content": [{"type": "image"}]}], 0, 2)
     assert isinstance(end, EpisodeEnd) and "image 1: the part has no image" in str(end.failure)
+
+
+def test_an_episode_whose_images_its_process_does_not_have_fails_by_name(tmp_path: Path) -> None:
+    """As at a server, which has none of a run."""
+    (tmp_path / "shown.py").write_text(SHOWN)
+    with Bench(tmp_path / "shown.py", "shown") as bench:
+        assert "this run takes none while it goes on: set data.images = true" in bench.fails("row", images=["0" * 32])
+        assert "image 1: this run takes none while it goes on" in bench.fails("yield", images=[])
 
 
 def test_failures_are_counted_by_kind_and_cleanups_that_raise_or_yield_apart(either: Bench) -> None:

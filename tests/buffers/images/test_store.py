@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from async_rlhf.buffers.errors import DamagedError
+from async_rlhf.buffers.files import Disk
 from async_rlhf.buffers.images import store
 from async_rlhf.buffers.images.decoding import decoded, digest_of, encoded
 from async_rlhf.buffers.images.store import ImageStore
@@ -176,6 +177,20 @@ def test_a_file_that_comes_again_is_not_decoded_again_and_what_is_gone_is_kept_a
     kept.add(saved(noise(seed=9)))
     assert len(kept._added) == 2, "what is remembered is bounded"
     assert "../images" not in kept and 7 not in kept
+
+
+def test_what_comes_while_a_run_goes_on_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, synced = ImageStore(tmp_path, durable=True), list[tuple[str, bool]]()
+    monkeypatch.setattr(Disk, "sync_path", lambda self, path: synced.append((path.name, any(True for _ in kept))))
+    digest = kept.add(saved(noise()))
+    assert [(name.startswith(f".{digest}") or name == tmp_path.name, there) for name, there in synced] == [
+        (True, False),
+        (True, True),
+    ]
+    ImageStore(tmp_path).add(saved(noise(seed=1)))
+    assert len(synced) == 2, "of rows all are, once"
 
 
 def test_an_image_that_is_missing_or_another_is_never_shown(tmp_path: Path) -> None:
