@@ -234,6 +234,14 @@ def test_a_reward_that_asks_for_images_is_known_to_get_them(config: Any, data: P
     check_all_columns(Subject(config(**{"rewards.functions": [f"{data}/code.py:looks", f"{data}/code.py:looks_at_one"]})))
 
 
+def test_a_reward_of_episodes_is_known_to_get_images_where_they_may_come(config: Any, data: Path) -> None:
+    (data / "rows.jsonl").write_text('{"prompt": "q", "answer": "a"}\n' * 4)
+    own = {"rewards.functions": [f"{data}/code.py:looks"], "data.images": True}
+    check_all_columns(Subject(config(**own, **{"environment.function": f"{data}/code.py:plays"})))
+    with pytest.raises(ConfigError, match="reward 'looks' asks for 'images', which is neither"):
+        check_all_columns(Subject(config(**own)))
+
+
 def test_a_reward_on_another_machine_is_known_to_get_no_images(config: Any) -> None:
     remote = {"rewards.functions": ["far=remote"], "rewards.options.far.address": "tcp://10.0.0.1:5000"}
     assert list(check_images(Subject(config(**remote)))) == ["reward far is served on another machine: it gets no images."]

@@ -37,9 +37,8 @@ def open_spool(run: RunDir, config: Config) -> Spool | None:
     if (source := config.data.spool) is None:
         return None
     own = run.path / "data" / "spool"
-    return Spool(
-        source, own, PromptStream(own, config.data.repeat), RowCheck(config, ImageStore(run.images.directory, durable=True))
-    )
+    images = ImageStore(run.images.directory, durable=True)
+    return Spool(source, own, PromptStream(own, config.data.repeat), RowCheck(config, images))
 
 
 def check_spool(config: Config) -> list[str]:
