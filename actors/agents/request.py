@@ -193,10 +193,8 @@ def digests(tools: Iterable[Tool], messages: Iterable[Message]) -> list[bytes]:
 def after(before: bytes, message: Message) -> bytes:
     """The digest after a message, from its role, its content with its length, and its calls."""
     content = message.get("content") or ""
-    role, said = (
-        (message["role"], content) if isinstance(content, str) else (f"{message['role']} in parts", json.dumps(content))
-    )
-    text = said.encode(errors="surrogatepass")
+    text = (content if isinstance(content, str) else json.dumps(content)).encode(errors="surrogatepass")
+    role = message["role"] if isinstance(content, str) else f"{message['role']} in parts"
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     calls = _plain([(function["name"], _number(function["arguments"])) for function in functions]) if functions else b""
     gist = b"%s %b %d %b%b" % (before, role.encode(), len(text), text, calls)

@@ -13,14 +13,13 @@ import queue
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from async_rlhf.actors.environments.config import SourceEnvironment
 from async_rlhf.actors.environments.loading import EnvironmentSpec, form_of
 from async_rlhf.actors.environments.remote import RemoteEpisodes
 from async_rlhf.actors.environments.settings import EnvironmentFunction, Reply
-from async_rlhf.actors.environments.worker import EpisodeKind
+from async_rlhf.actors.environments.worker import NO_IMAGES, EpisodeImages, EpisodeKind
 from async_rlhf.actors.environments.yields import EpisodeEnd, Read
 from async_rlhf.actors.workers import CALLER
 from async_rlhf.actors.workers.client import RemoteSessions
@@ -79,10 +78,9 @@ class EpisodePool(Generic[Key]):
         config: SourceEnvironment,
         wake: Callable[[], None] = lambda: None,
         function: EnvironmentFunction | None = None,
-        images: Path | None = None,
+        images: EpisodeImages = NO_IMAGES,
     ) -> None:
-        """function: where only this process has it; it then runs in threads. images: the directory of the run's store; a server
-        has none."""
+        """function: where only this process has it; it then runs in threads. images: those of the run; a server has none."""
         self._spec, self.wake, self._is_awake = spec, wake, False
         self._ids = itertools.count()
         self._id_of: dict[Key, int] = {}

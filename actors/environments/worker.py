@@ -26,6 +26,29 @@ from async_rlhf.buffers.failures import Failure, FailureKind, raised
 from async_rlhf.buffers.images import IMAGES
 
 
+@dataclass(frozen=True)
+class EpisodeImages:
+    """How a process that runs episodes reads images: those that a generator yields, those that an agent sends, and by digest
+    those of a row, which are opened. Without a store each raises."""
+
+    yielded: ReadImage = take_none
+    sent: ReadImage = take_none
+    opened: Callable[[str], Any] = take_none
+
+    @classmethod
+    def of(cls, directory: Path, takes: bool) -> EpisodeImages:
+        """directory: of the run's store. takes: whether others than those that it has may come."""
+        from async_rlhf.buffers.images.store import ImageStore
+
+        store = ImageStore(directory, durable=True)
+        add = store.add if takes else take_none
+        # What an agent sends is the text of a model or of a page: it names no file here.
+        return cls(ImageLoader(Path(), add, store), ImageLoader(None, add, store), store.open)
+
+
+NO_IMAGES = EpisodeImages()
+
+
 class EpisodeKind:
     """The `SessionKind` of a pool of episodes. function: where only this process has it; it then runs in threads."""
 
@@ -33,14 +56,9 @@ class EpisodeKind:
     cleans_up = True
 
     def __init__(
-        self,
-        spec: EnvironmentSpec,
-        config: SourceEnvironment,
-        function: EnvironmentFunction | None,
-        images: Path | None = None,
+        self, spec: EnvironmentSpec, config: SourceEnvironment, function: EnvironmentFunction | None, images: EpisodeImages
     ) -> None:
-        """images: the directory of the run's store, where it has one."""
-        self.spec, self.in_thread, self._images, self._seen = spec, function is not None, images, EpisodeImages()
+        self.spec, self.in_thread, self._images = spec, function is not None, images
         self.memory_mb = None if self.in_thread else config.worker_memory_mb
         self.at_once: int | None = config.max_concurrency
         # Made here for threads, which share this kind: each of them, and each that takes one's place, calls `load`.
@@ -49,10 +67,8 @@ class EpisodeKind:
 
     def load(self) -> None:
         """Raises EpisodeError."""
-        if self._images is not None:
-            self._seen = EpisodeImages.of(self._images)
         if self._function is None:
-            self._function, self._threads = load(self.spec, self._seen.sent), ThreadPoolExecutor(self.at_once, "episode")
+            self._function, self._threads = load(self.spec, self._images.sent), ThreadPoolExecutor(self.at_once, "episode")
 
     def call(self, what: Any) -> Any:
         raise AssertionError("an episode is no single call")
@@ -60,26 +76,7 @@ class EpisodeKind:
     def begin(self, id: int, what: Mapping[str, Any], watchdog: LoopWatchdog) -> WorkerEpisode:
         assert self._function is not None
         threads = None if self.spec.kind == "async" else self._threads
-        return WorkerEpisode(self._function, what, self.spec, threads, watchdog, id, self._seen)
-
-
-@dataclass(frozen=True)
-class EpisodeImages:
-    """Images in a process that runs episodes: how those that a generator yields are read, and those that an agent has sent;
-    and those of a row, by digest, opened. Without a store each raises."""
-
-    yielded: ReadImage = take_none
-    sent: ReadImage = take_none
-    opened: Callable[[str], Any] = take_none
-
-    @classmethod
-    def of(cls, directory: Path) -> EpisodeImages:
-        """directory: of the run's store."""
-        from async_rlhf.buffers.images.store import ImageStore
-
-        store = ImageStore(directory, durable=True)
-        # What an agent sends is the text of a model or of a page: it names no file here.
-        return cls(ImageLoader(Path(), store.add, store), ImageLoader(None, store.add, store), store.open)
+        return WorkerEpisode(self._function, what, self.spec, threads, watchdog, id, self._images)
 
 
 class WorkerEpisode:

@@ -95,14 +95,11 @@ def behind_one_prompt(
     end = place_id if any(images for _, images in prompts) else None
     columns = zip(*(ids for ids, _ in prompts), strict=False)
     shared = [column[0] for column in takewhile(lambda column: {*column} == {column[0]} - {end}, columns)]
-    return (
-        np.array(shared, np.int32),
-        (),
-        tuple(
-            _behind(ids[len(shared) :], images, rollout, decode) if len(ids) > len(shared) else rollout
-            for (ids, images), rollout in zip(prompts, rollouts, strict=True)
-        ),
+    behind = tuple(
+        _behind(ids[len(shared) :], images, rollout, decode) if len(ids) > len(shared) else rollout
+        for (ids, images), rollout in zip(prompts, rollouts, strict=True)
     )
+    return np.array(shared, np.int32), (), behind
 
 
 def _behind(

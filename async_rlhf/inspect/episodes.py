@@ -21,6 +21,7 @@ from typer import style
 from async_rlhf.actors.data.rows import load_rows
 from async_rlhf.actors.environments import Content, EnvironmentSpec, Reply
 from async_rlhf.actors.environments.pool import EpisodePool, Event
+from async_rlhf.actors.environments.worker import EpisodeImages
 from async_rlhf.actors.environments.yields import EpisodeEnd
 from async_rlhf.actors.prompts import Row, environment_seed
 from async_rlhf.buffers.errors import ConfigError, DeadlineError
@@ -98,7 +99,7 @@ def play(config: Config, limit: int, write: Write) -> Iterator[EpisodeTrial]:
     """One episode after the other, whose turns `write` gives. Raises ConfigError, EpisodeError, DeadlineError."""
     rows, spec = rows_of(config, limit)
     bell = threading.Event()
-    pool = EpisodePool[int](spec, config.environment, bell.set, images=scratch().directory)
+    pool = EpisodePool[int](spec, config.environment, bell.set, images=EpisodeImages.of(scratch().directory, takes=True))
     try:
         for number, row in enumerate(rows):
             fields = {**row.columns, "prompt": row.prompt, "seed": environment_seed(config.seed, number)}

@@ -18,6 +18,7 @@ from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.pool import EpisodePool
 from async_rlhf.actors.environments.rendering import Renderer
+from async_rlhf.actors.environments.worker import EpisodeImages
 from async_rlhf.actors.loop.context import Environment, Environments
 from async_rlhf.actors.loop.episodes import Episodes
 from async_rlhf.actors.loop.rollouts import FinishedRollout, behind_one_prompt
@@ -101,11 +102,11 @@ class Played:
 
     def __init__(self, own: Served, folder: Path, name: str, row: Row, **of_environment: Any) -> None:
         (folder / "code.py").write_text(CODE)
-        self.own, render = own, of_environment.pop("render", "conversation")
+        self.own, render, takes = own, of_environment.pop("render", "conversation"), of_environment.pop("takes", True)
         config = EnvironmentConfig(function=f"{folder / 'code.py'}:{name}", **of_environment)
         spec, tokenizer = config.spec(folder), AutoTokenizer.from_pretrained(own.directory)
         self.decode: Callable[[Any], str] = lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
-        pool = EpisodePool[RolloutKey](spec, config, images=own.store.directory)
+        pool = EpisodePool[RolloutKey](spec, config, images=EpisodeImages.of(own.store.directory, takes))
         engine = own.engine(stop_ids={1}, slots=4)
         self.rendering = Renderer(tokenizer, True, render, images=own.processor)
         episodes = Episodes(engine, self.decode, Environments(Environment(spec, pool, self.rendering, 400, 1500)))
@@ -203,6 +204,18 @@ def test_a_row_with_images_is_played_by_an_environment_that_is_given_them_and_cu
         assert each.fields(row)["images"] == [own.images[1], turned] == [*images_of(each.messages)], "as judges are given them"
     assert played.group.images == (own.images[1],)
     played.assert_plain()
+
+
+def test_where_no_images_may_come_those_of_a_row_are_read_and_others_fail_by_name(
+    served: Callable[[str], Served], tmp_path: Path
+) -> None:
+    own = served("smolvlm")
+    before = set(own.store)
+    played = Played(own, tmp_path, "keeps", Row(image_models.asking(own.images[1]), {}), takes=False)
+    for each in played.done:
+        assert each.score is not None and "this run takes none while it goes on: set data.images" in str(each.score.failure)
+        assert each.read[1] == (own.images[1],) and not each.rollout.images
+    assert set(own.store) == before
 
 
 @pytest.mark.parametrize("family", FAMILIES[:3])

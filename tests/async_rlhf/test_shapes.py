@@ -137,7 +137,7 @@ def test_a_run_learns_from_episodes_with_images_at_staleness_0_and_shows_them(tm
     (tmp_path / "plays.py").write_text(PLAYS)
     own = {
         "output_dir": str(tmp_path), "environment.function": f"{tmp_path / 'plays.py'}:turns", "queue.max_staleness": 0,
-        "rewards.functions": [f"{tmp_path / 'plays.py'}:looks"], "generation.max_episode_length": 96,
+        "rewards.functions": [f"{tmp_path / 'plays.py'}:looks"], "generation.max_episode_length": 96, "data.images": True,
     }  # fmt: skip
     result = api.train(load(SHAPES, {**FEW, **own}), quiet=True)
     assert len(result.metrics) == 4
@@ -174,7 +174,10 @@ def test_a_run_learns_from_images_that_come_through_a_spool(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"launch.kind": "ray"}, "with launch.kind of several machines: those that come while it goes on (data.images) stay"),
+        (
+            {"launch.kind": "ray"},
+            "with several machines (launch.kind, placement.hosts): those that come while it",
+        ),
         ({"model": str(SPELLER)}, "reads no images, and this run has some"),
     ],
 )

@@ -26,10 +26,8 @@ def _obstacles(config: Config) -> Iterator[str]:
         yield obstacle
     if config.learner.backend != "torch":
         yield f"learner.backend = {config.learner.backend!r}; only 'torch' learns from images"
-    hosts = {"launch.kind": config.launch.kind != "local", "placement.hosts": len(config.placement.hosts) > 1}
-    if config.data.images and any(hosts.values()):
-        setting = next(name for name, is_set in hosts.items() if is_set)
-        yield f"{setting} of several machines: those that come while it goes on (data.images) stay on the one where they came"
+    if config.data.images and (config.launch.kind != "local" or len(config.placement.hosts) > 1):
+        yield "several machines (launch.kind, placement.hosts): those that come while it goes on (data.images) stay on one"
     if config.learner.compile:
         yield "learner.compile = true, which is for text; set it to false"
 

@@ -100,13 +100,15 @@ def environments_of(
     from async_rlhf.actors.engine import RolloutKey
     from async_rlhf.actors.environments.pool import EpisodePool
     from async_rlhf.actors.environments.rendering import Renderer
+    from async_rlhf.actors.environments.worker import NO_IMAGES, EpisodeImages
     from async_rlhf.actors.loop.context import Environment, Environments
 
+    seen = NO_IMAGES if images is None else EpisodeImages.of(images.store.directory, config.data.images)
     with ExitStack() as stack:
         environments = dict[str, Environment]()
         for source, spec in environment_specs(config).items():
             section = config.environment.all[source]
-            pool = EpisodePool[RolloutKey](spec, section, wake, images=None if images is None else images.store.directory)
+            pool = EpisodePool[RolloutKey](spec, section, wake, images=seen)
             stack.callback(pool.close)
             environments[source] = Environment(
                 spec,
