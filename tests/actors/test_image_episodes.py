@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from async_rlhf.actors.engine import Request, RolloutKey
+from async_rlhf.actors.engine import Completion, Request, RolloutKey
 from async_rlhf.actors.environments.config import EnvironmentConfig
 from async_rlhf.actors.environments.pool import EpisodePool
 from async_rlhf.actors.environments.rendering import Renderer
@@ -22,6 +22,7 @@ from async_rlhf.actors.environments.worker import EpisodeImages
 from async_rlhf.actors.loop.context import Environment, Environments
 from async_rlhf.actors.loop.episodes import Episodes
 from async_rlhf.actors.loop.rollouts import FinishedRollout, behind_one_prompt
+from async_rlhf.actors.loop.transcript import Transcript, Turn
 from async_rlhf.actors.prompts import Row
 from async_rlhf.buffers.errors import EpisodeError
 from async_rlhf.buffers.images import images_of
@@ -37,6 +38,7 @@ from tests.actors.test_torch_engine_images import Served
 from tests.conftest import wait_for
 
 MEMBERS = 3
+WROTE = np.array([4], np.int32), np.array([-1.0], np.float32), (Span(0, 1),)
 CODE = '''
 import base64, io, itertools
 from PIL import Image
@@ -81,6 +83,8 @@ def keeps(prompt, images):
 def agent(llm):
     """Each member's first image is its own; it says all that was said again with each call."""
     number, said = next(NUMBER), []
+    refused = post(llm, {"messages": says({"type": "image_url", "image_url": {"url": __file__}}, "?")})
+    assert refused.status == 400 and "image 1" in refused.text and "a data URL was expected" in refused.text
     for turn in range(3):
         image = {"type": "image_url", "image_url": {"url": url(number + turn)}}
         said += says("look", image, "what?") if turn != 1 else says("and?")
@@ -234,8 +238,23 @@ def test_an_agent_sends_images_over_http_in_its_first_and_in_later_calls(
     played.assert_plain()
 
 
+def test_what_is_sampled_of_calls_at_once_follows_from_their_images_and_not_from_their_order() -> None:
+    found = []
+    for order in ((0, 1), (1, 0)):
+        transcript = Transcript()
+        for row, image in enumerate(order):
+            transcript.begin(Turn(row, row, "", (5, 9, 9, 2), images=(f"{image}" * 32,)))
+        found.append({turn.images: turn.digest for turn in transcript.turns})
+        assert len({turn.digest for turn in transcript.turns}) == 2
+        for turn in transcript.turns:
+            transcript.end(turn.row, Completion(RolloutKey(0, 0, 0, turn.row), *WROTE, "stop"), "")
+        first, second = transcript.recorded()
+        assert transcript.rollout([first, second], "stop", str, True).images == ((), second[0].images)
+    assert found[0] == found[1]
+
+
 def test_members_share_what_stands_before_the_first_image_where_their_images_differ() -> None:
-    place, rollout = 9, Rollout(np.array([4], np.int32), np.array([-1.0], np.float32), (Span(0, 1),), "stop")
+    place, rollout = 9, Rollout(*WROTE, "stop")
     cases: list[tuple[list[tuple[str, ...]], list[int], tuple[str, ...]]] = [
         ([("a",), ("b",)], [5, 1], ()), ([("a",), ("a",)], [5, 1, 9, 9, 2], ("a",)), ([("a",), ()], [5, 1], ())
     ]  # fmt: skip
