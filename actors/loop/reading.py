@@ -30,15 +30,16 @@ def next_turn(transcript: Transcript, read: Read, environment: Environment, most
     for tools that the template leaves out.
     """
     turn, call = _turn(transcript, read, environment), read.call
-    is_new = not transcript.conversation(turn.conversation)
+    begins_row = turn.row == transcript.num_rows
+    is_prompt = not transcript.conversation(turn.conversation) or (begins_row and transcript.first is None)
     room = environment.max_length - transcript.length - (len(turn.ids) if transcript.turns else 0)
-    if room <= 0 or (is_new and len(turn.ids) > environment.max_prompt_length):
+    if room <= 0 or (is_prompt and len(turn.ids) > environment.max_prompt_length):
         raise NoRoomError("it is as long as it may be")
     turn.most = min(room, most, (call and call.max_tokens) or room)
     if turn.most > room - sum(unfinished.most for unfinished in transcript.unfinished):
         return None
     if turn.trained and transcript.first is None and group_prompt[0]:
-        head = turn if turn.row == transcript.num_rows else transcript.turns_of(turn.row)[0]
+        head = turn if begins_row else transcript.turns_of(turn.row)[0]
         is_same, token = (head.ids, head.images) == group_prompt, head.ids[0]
         if not is_same and (token != group_prompt[0][0] or token == environment.rendering.place_id):
             raise EpisodeError("its first prompt shares no token with that of its group: derive it from the row and `seed`")

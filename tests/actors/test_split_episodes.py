@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_rlhf.actors.engine import Request, RolloutKey
-from async_rlhf.actors.environments import Content
+from async_rlhf.actors.engine import NO_PROMPT, Completion, Request, RolloutKey
+from async_rlhf.actors.environments import Call, Content
 from async_rlhf.actors.environments.pool import Event
 from async_rlhf.actors.environments.rendering import Rendered, Renderer
+from async_rlhf.actors.environments.yields import Read
 from async_rlhf.actors.loop.context import Environments
 from async_rlhf.actors.loop.episodes import Episodes
+from async_rlhf.actors.loop.reading import NoRoomError, next_turn
 from async_rlhf.actors.loop.rollouts import FinishedRollout
+from async_rlhf.actors.loop.transcript import Transcript, Turn
 from async_rlhf.actors.prompts import Row, turn_seed
 from async_rlhf.actors.scoring.pool import fields_of
 from async_rlhf.actors.torch_engine.engine import TorchEngine
@@ -55,6 +58,36 @@ class Anew(Characters):
 
 def of(text: str) -> tuple[int, ...]:
     return tuple(map(ord, text))
+
+
+class Whole(Characters):
+    """Every turn begins a row."""
+
+    def splits(self, prompt: Content) -> bool:
+        return True
+
+    def whole(self, prompt: Content, turns: Sequence[tuple[str, Content]], row_ids: Sequence[int]) -> Rendered:
+        return self._encode(turns[-1][1])._replace(restarts=True)
+
+
+def test_a_row_that_is_first_in_the_record_begins_with_no_more_than_a_prompt_may_have() -> None:
+    environment, transcript = environment_of(object(), Whole(), 6, 60, calls=True), Transcript()
+    wrote = Completion(RolloutKey(0, 0, 0), np.array([4], np.int32), np.array([-1.0], np.float32), (Span(0, 1),), "stop")
+
+    def asks(text: str) -> Turn | None:
+        asked = [{"role": "user", "content": text}]
+        return next_turn(transcript, Read(asked, call=Call(0, asked)), environment, 5, NO_PROMPT)
+
+    transcript.begin(Turn(0, 0, "ask", of("ask"), trained=False))
+    transcript.end(0, wrote, "")
+    with pytest.raises(NoRoomError):
+        asks("seven c")
+    turn = asks("six ch")
+    assert turn is not None and turn.row == 1
+    transcript.begin(turn)
+    transcript.end(1, wrote, "")
+    turn = asks("as many as there is room")
+    assert turn is not None and turn.row == 2
 
 
 def test_the_engine_reads_on_from_where_the_row_began_anew_and_the_record_keeps_all() -> None:

@@ -323,12 +323,19 @@ def test_the_page_shows_small_copies_of_what_lies_in_the_store_and_of_nothing_el
     secret = run.path / "data" / "secret.png"
     picture(3).save(secret)
     named = [digest_of(picture(1)), "../secret.png", str(secret), "0" * 32, 3, None]
-    run.samples.write_text(json.dumps(sample(named)) + "\n")  # type: ignore[arg-type]
+    shown = sample(named)  # type: ignore[arg-type]
+    shown["rollouts"][0]["images"] = [named[0], digest_of(picture(2))]
+    run.samples.write_text(json.dumps(shown) + "\n")
     watched = WatchedRun(run)
     watched.refresh()
     (group,) = watched.completions()
+    assert [image["name"] for image in group["images"]][-1] == digest_of(picture(2)), "which came in an episode"
     sources = [image["source"] for image in group["images"]]
-    assert sources[0].startswith("data:image/jpeg;base64,") and len(sources[0]) < 4000 and set(sources[1:]) == {""}
+    assert (
+        sources[0].startswith("data:image/jpeg;base64,")
+        and len(sources[0]) < 4000
+        and set(sources[1:-1]) == {""} != {sources[-1]}
+    )
     run.samples.write_text(json.dumps(sample({"no": "list"})) + "\n")  # type: ignore[arg-type]
     watched.forget()
     watched.refresh()
