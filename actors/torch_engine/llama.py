@@ -75,7 +75,7 @@ class Product:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """float32 [S, in] -> float32 [S, out], fresh memory."""
         x = x.to(self.dtype)
-        if self._plain is not None and (self._packed is None or len(x) <= self._few):
+        if self._plain is not None and (self._packed is None or x.shape[0] <= self._few):  # `len` costs ten times as much
             return F.linear(x, self._plain).float()
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
         return product.float()
@@ -242,13 +242,13 @@ class LlamaForward(Forward):
         x.add_(layer.down(F.silu(gate, inplace=True).mul_(up)))
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self._epsilon)
+        return torch.rms_norm(x, x.shape[-1:], weight, self._epsilon)
 
     def _rotated(
         self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[S, (H + 2 J) D] -> q [S, H, D], k and v [S, J, D] as they are kept."""
-        qkv = qkv.view(len(qkv), -1, self._width)
+        qkv = qkv.view(qkv.shape[0], -1, self._width)
         qk, v = qkv[:, : -self._num_key_heads], qkv[:, -self._num_key_heads :]
         rolled = qk.roll(self._width // 2, -1)
         qk.mul_(cos).addcmul_(rolled, sin)
