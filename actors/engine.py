@@ -218,6 +218,7 @@ class Engine(Protocol):
 
     def load_weights(self, version: int, tensors: Mapping[str, RawTensor]) -> None:
         """Adopt a whole weight set (parameter name, as in `named_parameters`, -> tensor); the next token is `version`'s.
+        The tower of a model that reads images stays as it is where the set has none of its parameters.
 
         With `on_update = "finish"` and sequences running, the set waits until they have ended: `version` changes in a
         later `step()`, before anything is sampled from the set; one that is loaded meanwhile replaces it.

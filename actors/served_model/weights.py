@@ -1,6 +1,7 @@
 """A weight set enters a model whole or not at all. Knows names, shapes and bytes; nothing about engines or versions.
 
-A set is all parameters, or the low-rank adapters of some, W = W0 + B A, with W0 read from the model directory: it then has
+A set is all parameters, of a model that reads images perhaps without those of its tower, which then stay as they are; or the
+low-rank adapters of some, W = W0 + B A, with W0 read from the model directory: it then has
 `<parameter>.lora_A` (float32 [r, columns]) and `<parameter>.lora_B` (float32 [rows, r], alpha / r times the factor) of every
 adapted parameter. The sum is made in float32 and rounded once, to the type that is served, as the learner makes it where it
 publishes merged weights (Hu et al. 2021, arXiv 2106.09685).
@@ -16,6 +17,7 @@ import torch
 from safetensors import safe_open
 
 from async_rlhf.buffers.errors import WeightsError
+from async_rlhf.buffers.images.tower import tower_parameters
 from async_rlhf.buffers.tensors import RawTensor
 
 A, B = ".lora_A", ".lora_B"
@@ -26,20 +28,24 @@ _ALIGNED = 64
 def check_weights(model: torch.nn.Module, tensors: Mapping[str, RawTensor], base: Base | None = None) -> None:
     """Raise WeightsError when a name is missing or unknown, or a shape or dtype differs.
 
-    Tied parameters appear once, as in `named_parameters`. base: what adapters are added to.
+    Tied parameters appear once, as in `named_parameters`. Those of a tower that does not learn may be left out, all of them.
+    base: what adapters are added to.
     """
     if adapted_parameters(tensors):
         _check_adapters(model, tensors, base)
         return
     parameters = dict(model.named_parameters())
+    tower = tower_parameters(model)
     missing, unknown = sorted(parameters.keys() - tensors.keys()), sorted(tensors.keys() - parameters.keys())
-    if missing or unknown:
+    if unknown or (missing and missing != sorted(tower)):
+        beside = f", or all but the {len(tower)} of what reads images" if tower else ""
         raise WeightsError(
-            f"a weight set must name all {len(parameters)} parameters of the model; "
+            f"a weight set must name all {len(parameters)} parameters of the model{beside}; "
             f"missing: {_some(missing)}; unknown: {_some(unknown)}; publish the model the engine was started with"
         )
-    for name, parameter in parameters.items():
-        tensor, dtype = tensors[name], str(parameter.dtype).removeprefix("torch.")
+    for name, tensor in tensors.items():
+        parameter = parameters[name]
+        dtype = str(parameter.dtype).removeprefix("torch.")
         if tensor.shape != tuple(parameter.shape) or tensor.dtype != dtype:
             raise WeightsError(
                 f"parameter {name}: got {tensor.dtype} {tensor.shape}, "
@@ -49,7 +55,7 @@ def check_weights(model: torch.nn.Module, tensors: Mapping[str, RawTensor], base
 
 @torch.no_grad()
 def adopt_weights(model: torch.nn.Module, tensors: Mapping[str, RawTensor], base: Base | None = None) -> None:
-    """Give every parameter the tensor of its name; the set has passed `check_weights`.
+    """Give every parameter that the set names its tensor; the set has passed `check_weights`.
 
     On a CPU sealed memory is not copied: the parameters lie in it from then on, in the one copy that all processes of the
     machine have. It cannot change, and is there as long as it is mapped.
@@ -62,7 +68,7 @@ def adopt_weights(model: torch.nn.Module, tensors: Mapping[str, RawTensor], base
                 _put(parameter, with_adapter(base.tensor(name).to(parameter.device), a, b))
         return
     for name, parameter in model.named_parameters():
-        if not parameter.numel():
+        if name not in tensors or not parameter.numel():
             continue
         value, is_sealed = _as_tensor(tensors[name]), tensors[name].part is not None
         if is_sealed and parameter.device.type == "cpu" and value.data_ptr() % _ALIGNED == 0:
@@ -71,12 +77,9 @@ def adopt_weights(model: torch.nn.Module, tensors: Mapping[str, RawTensor], base
             _put(parameter, value)
 
 
-def are_served(parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, RawTensor]) -> bool:
-    """Whether a set that has passed `check_weights` leaves these parameters as they are."""
-    adapted = adapted_parameters(tensors)
-    if adapted:
-        return adapted.isdisjoint(parameters)
-    return all(torch.equal(each.detach().cpu(), _as_tensor(tensors[name])) for name, each in parameters.items())
+def changes_tower(model: torch.nn.Module, tensors: Mapping[str, RawTensor]) -> bool:
+    """Whether a set that has passed `check_weights` has weights of what reads images."""
+    return not tower_parameters(model).keys().isdisjoint(adapted_parameters(tensors) or tensors.keys())
 
 
 def _put(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:

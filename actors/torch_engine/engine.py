@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from async_rlhf.actors.engine import Bits, Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
-from async_rlhf.actors.served_model.weights import Base, adopt_weights, are_served, check_weights
+from async_rlhf.actors.served_model.weights import Base, adopt_weights, changes_tower, check_weights
 from async_rlhf.actors.torch_engine.cache import COLUMNS_STEP, RowCache
 from async_rlhf.actors.torch_engine.forward import Forward, GraphedForward, Recorder
 from async_rlhf.actors.torch_engine.images import ImageForward
@@ -35,7 +35,7 @@ from async_rlhf.actors.torch_engine.rows import Decode, Rows, Stopping
 from async_rlhf.actors.torch_engine.sampling import sample
 from async_rlhf.actors.torch_engine.scheduler import NO_ROWS, PassPlan, Scheduler, Size
 from async_rlhf.buffers.errors import EngineError
-from async_rlhf.buffers.images.tower import ImageTower, tower_parameters
+from async_rlhf.buffers.images.tower import ImageTower
 from async_rlhf.buffers.record import Float32Array
 from async_rlhf.buffers.tensors import RawTensor
 
@@ -180,7 +180,7 @@ class TorchEngine:
         if self._on_update != "keep" or version < self.version:
             # Going back, "the oldest weights" would not describe what is mixed in a held cache.
             self._scheduler.release_caches()
-        if self.tower is not None and not are_served(tower_parameters(self._model), tensors):
+        if self.tower is not None and changes_tower(self._model, tensors):
             self.tower.forget()
         adopt_weights(self._model, tensors, self._base)
         self._forward.refresh()

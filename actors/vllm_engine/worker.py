@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -27,8 +28,10 @@ class WeightLoader:
     def receive_weights(self, path: str) -> None:
         """Take every tensor of an index (`weights`), named as in a checkpoint, into the running model in place.
 
-        Adapters are completed from the model directory.
+        Adapters are completed from the model directory; a tower that an index leaves out stays.
         """
+        # It warns of each layer that gets no weights; which may be left out was checked.
+        logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
         directory = Path(self.model_runner.vllm_config.model_config.model)
         self.model_runner.reload_weights(weights_iterator=_tensors(path, directory))
 

@@ -96,7 +96,8 @@ class Controller:
         return found_P
 
     def tensors(self) -> Mapping[str, RawTensor]:
-        """All parameters by name, each once, ready to publish; or the adapters of some (`learner.lora.publish`).
+        """All parameters by name, each once, ready to publish, without a tower that does not learn; or the adapters of some
+        (`learner.lora.publish`).
 
         In host memory, on a CPU perhaps the parameters' own: they hold until the next step (`is_read`) and the next call.
         """

@@ -152,7 +152,7 @@ class DeepSpeedMachine(Machine):
         """Whole in host memory of rank 0, and empty elsewhere."""
         tensors: dict[str, RawTensor] = {}
         small = lora.adapters(self.policy.model)
-        large = {name: p for name, p in self.policy.model.named_parameters() if name not in small}
+        large = {name: p for name, p in self.policy.model.named_parameters() if name not in small | self._stays}
         with self.ranks.named("a gathering of adapters"), self._gathered(list(small.values())):
             if self._lora is not None and self._lora.publish == "adapter":
                 leaving = lora.factors(self.policy.model) if self.ranks.rank == 0 else []

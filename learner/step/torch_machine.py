@@ -75,9 +75,10 @@ class Machine:
         self.device = take_device(config.device, ranks.rank)
         self._lora = config.lora if config.lora.rank else None
         model = self._load_model()
-        if not config.train_vision:
-            for parameter in tower_parameters(model).values():
-                parameter.requires_grad_(False)
+        # What no set has: an engine began with it.
+        self._stays = {} if config.train_vision else tower_parameters(model)
+        for parameter in self._stays.values():
+            parameter.requires_grad_(False)
         if self._lora is not None:
             lora.add_adapters(model, self._lora)
         self.policy = Policy(
@@ -179,7 +180,7 @@ class Machine:
         model = self.policy.model
         if self._lora is not None and self._lora.publish == "adapter":
             return {name: raw(tensor.to("cpu", copy=True)) for name, tensor in lora.factors(model)}
-        leaving = lora.merged(model)
+        leaving = {name: tensor for name, tensor in lora.merged(model).items() if name not in self._stays}
         self._lends = self.device.type == "cpu" and all(tensor.dtype == self.publish_dtype for tensor in leaving.values())
         return {name: raw(tensor) for name, tensor in leaving.items()} if self._lends else self._copies(leaving)
 

@@ -16,14 +16,16 @@ from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.actors.torch_engine.model_check import check_reading
 from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
-from async_rlhf.buffers.errors import ConfigError, EngineError
+from async_rlhf.buffers.errors import ConfigError, EngineError, WeightsError
 from async_rlhf.buffers.images.processor import ImageProcessor
 from async_rlhf.buffers.images.store import ImageStore
-from async_rlhf.buffers.images.tower import ImageTower
+from async_rlhf.buffers.images.tower import ImageTower, tower_parameters
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.step.torch_machine import raw
 from tests import image_models
 from tests.actors.torch_models import finished
+
+NORM = "model.language_model.norm.weight"
 
 
 class Served:
@@ -116,18 +118,30 @@ def test_rows_go_on_behind_their_images_when_weights_change(
     engine.submit(asked)
     for _ in range(4):
         engine.step()
-    engine.load_weights(1, {name: raw(p.detach().clone()) for name, p in own.model.named_parameters()})
+    tower = tower_parameters(own.model)
+    engine.load_weights(1, {name: raw(p.detach().clone()) for name, p in own.model.named_parameters() if name not in tower})
     read = own.tower.num_read
     ended = {}
     while engine.num_unfinished:
         ended |= {completion.key: completion for completion in engine.step()}
     own.assert_plain(asked, ended)
-    assert own.tower.num_read == read  # the tower is the same
+    assert own.tower.num_read == read  # a set without it leaves the tower as it is
     changed = {name: raw(p.detach() * 1.1) for name, p in own.model.named_parameters()}
     engine.load_weights(2, changed)
     asked = [own.request(2, 0, a)]
     own.assert_plain(asked, finished(engine, asked))
     assert own.tower.num_read > read
+
+
+def test_a_set_with_a_part_of_the_tower_is_refused(served: Callable[[str], Served]) -> None:
+    own = served("internvl")
+    named, tower = dict(own.model.named_parameters()), sorted(tower_parameters(own.model))
+    engine = own.engine(version=0)
+    for left_out, first in ((tower[1:], tower[1]), ([*tower, NORM], NORM)):
+        tensors = {name: raw(p.detach().clone()) for name, p in named.items() if name not in left_out}
+        with pytest.raises(WeightsError, match=rf"or all but the {len(tower)} of what reads images; missing: {first}"):
+            engine.load_weights(1, tensors)
+    assert engine.version == 0
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "smolvlm"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from async_rlhf.actors.engine import Request
 from async_rlhf.actors.served_model.reading import check_behind_images
 from async_rlhf.actors.vllm_engine.settings import VLLMEngineConfig
 from async_rlhf.buffers.errors import ConfigError, EngineError
-from async_rlhf.buffers.images.tower import ImageTower
+from async_rlhf.buffers.images.tower import ImageTower, tower_parameters
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.step.torch_machine import raw
 from tests import image_models
@@ -43,13 +43,13 @@ class Running:
     def check(self, *asked: Request) -> None:
         self.own.assert_plain(asked, finished(self.engine, asked), TOLERANCE)
 
-    def publish(self, factor: float) -> None:
-        """Another version, in which every parameter has changed; the next one that is adopted."""
+    def publish(self, factor: float, stays: Collection[str] = ()) -> None:
+        """Another version, in which every parameter has changed but those that it has not; the next one that is adopted."""
+        named = {name: p for name, p in self.own.model.named_parameters() if name not in stays}
         with torch.no_grad():
-            for parameter in self.own.model.parameters():
+            for parameter in named.values():
                 parameter.mul_(factor)
-        tensors = {name: raw(p.detach().clone()) for name, p in self.own.model.named_parameters()}
-        self.engine.load_weights(self.engine.version + 1, tensors)
+        self.engine.load_weights(self.engine.version + 1, {name: raw(p.detach().clone()) for name, p in named.items()})
 
 
 @pytest.fixture(scope="module", params=["idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm"])
@@ -110,6 +110,15 @@ def test_numbers_follow_the_weights_of_the_tower_too(running: Running, on_update
     running.check(own.request(0, 0, a), own.request(1, 0, b), own.request(2, 0, b, a), own.request(3, 0))
     running.publish(1 / 1.05)
     running.check(own.request(0, 0, a), own.request(2, 0, b, a))
+
+
+def test_a_set_without_the_tower_leaves_it_as_it_is(running: Running) -> None:
+    own = running.own
+    a, b, _ = own.images
+    tower = tower_parameters(own.model)
+    for factor in (1.05, 1 / 1.05):
+        running.publish(factor, tower)
+        running.check(own.request(0, 0, a), own.request(1, 0, b), own.request(2, 0, b, a), own.request(3, 0))
 
 
 def test_a_prompt_with_other_places_than_vllm_fills_is_refused(running: Running) -> None:
