@@ -40,6 +40,8 @@ class Demand:
     """Largest number of tokens of a row."""
     holds: bool
     """Whether rows are kept between turns of episodes."""
+    reading: int = 0
+    """Bytes for images: of what is kept of them, and of a pass over a prompt's."""
 
 
 class EngineConfig(KindSection):
@@ -183,7 +185,7 @@ class EngineConfig(KindSection):
             "weights": size * shape.parameters // self.num_devices,
             "keys and values": self.kv_bytes or self.slots * demand.longest * self.token_bytes(shape),
             "activations": working,
-        }
+        } | ({"images": demand.reading} if demand.reading else {})
 
     def nearest(self, demand: Demand, left: int, size: int) -> str:
         """Advice for a fit. left: bytes of a device for the engine itself; size: of the whole device."""

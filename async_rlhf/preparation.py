@@ -21,6 +21,7 @@ from async_rlhf.learner.checkpoint.resuming import check_step, go_back, newest
 from async_rlhf.learner.checkpoint.store import complete, step_of
 from async_rlhf.learner.loop.budget import Spent
 from async_rlhf.learner.model.gguf import model_directory
+from async_rlhf.run.checks.images import ImageLoad
 from async_rlhf.run.checks.memory import check_memory
 from async_rlhf.run.checks.preflight import Prepared, check_converted, preflight
 from async_rlhf.run.checks.spool import make_spool
@@ -78,7 +79,9 @@ def prepare(
         config, connections = connect(config)
     try:
         hosts, of_hosts = found_by(connections)
-        placement, _ = _startable(config, inventory or inventory_of(config, hosts), [host.name for host in hosts])
+        placement, _ = _startable(
+            config, inventory or inventory_of(config, hosts), [host.name for host in hosts], prepared.images
+        )
         if resume:
             directory = _reopened(config, from_step)
         else:
@@ -102,12 +105,12 @@ def check_startable(config: Config) -> list[str]:
     """The checks of `prepare` but for the run directory; no process is started. Returns remarks for a person. Raises
     ConfigError."""
     config, prepared = _checked(config, None)
-    places(config)
+    places(config, prepared.images)
     return prepared.remarks
 
 
-def places(config: Config) -> list[str]:
-    """The hosts, devices and memory of a run's processes, in lines for a person.
+def places(config: Config, images: ImageLoad | None) -> list[str]:
+    """The hosts, devices and memory of a run's processes, in lines for a person. images: of its prompts.
 
     Raises ConfigError where they cannot.
     """
@@ -115,20 +118,22 @@ def places(config: Config) -> list[str]:
     try:
         hosts, of_hosts = found_by(connections)
         inventory = inventory_of(config, hosts)
-        placement, of_memory = _startable(config, inventory, [host.name for host in hosts])
+        placement, of_memory = _startable(config, inventory, [host.name for host in hosts], images)
     finally:
         if connections is not None:
             connections.close()
     return [*of_hosts, *table(config, inventory, placement), *of_memory]
 
 
-def _startable(config: Config, inventory: Inventory, hosts: Sequence[str]) -> tuple[Placement, list[str]]:
+def _startable(
+    config: Config, inventory: Inventory, hosts: Sequence[str], images: ImageLoad | None
+) -> tuple[Placement, list[str]]:
     """The placement of a run that fits and can be started from here, and what it takes. hosts: that the launcher reaches.
 
     Raises ConfigError.
     """
     placement = placement_of(config, inventory)
-    of_memory = check_memory(config, inventory, placement)
+    of_memory = check_memory(config, inventory, placement, images=images)
     if elsewhere := sorted({slot.host for slot in placement.slots.values()} - {"", *hosts}):
         raise ConfigError(
             f"[[placement.hosts]] places processes on {', '.join(elsewhere)}, but launch.kind = {config.launch.kind!r} reaches "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +20,8 @@ INDEX = "model.safetensors.index.json"
 """The index of tensors by file, in a directory with several weight files."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """One of them says how a model's images are prepared."""
+# The files' names for what reads images, in each family.
+_TOWER = re.compile("visual|vision|projector|connector|image_newline")
 TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LOADING = threading.RLock()
 """Held while a model is made. transformers then replaces methods of its classes and torch's default type for the whole process:
@@ -88,6 +91,33 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
+class TowerShape:
+    """The sizes of what reads a model's images that decide its memory."""
+
+    parameters: int
+    layers: int
+    width: int
+    mlp: int
+    patch: int
+    """Numbers that a patch is made of."""
+    deeper: int
+    """Vectors that an image's place has for layers of the decoder, beside the one it begins with."""
+
+    @classmethod
+    def of(cls, vision: Mapping[str, Any], parameters: int) -> TowerShape:
+        """vision: the `vision_config` of a config.json. Raises KeyError as `ModelShape.of`."""
+        width, side = int(vision["hidden_size"]), vision["patch_size"]
+        return cls(
+            parameters=parameters,
+            layers=int(vision.get("num_hidden_layers") or vision["depth"]),
+            width=width,
+            mlp=int(vision.get("intermediate_size") or 4 * width),
+            patch=3 * (math.prod(side) if isinstance(side, list) else side**2) * int(vision.get("temporal_patch_size") or 1),
+            deeper=len(vision.get("deepstack_visual_indexes") or ()),
+        )
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """The sizes of a model that decide its memory."""
 
@@ -103,10 +133,12 @@ class ModelShape:
     """Width of all of them."""
     vocabulary: int
     tied: bool
+    tower: TowerShape | None = None
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], parameters: int) -> ModelShape:
-        """config: a model's config.json. Raises KeyError where it leaves out what its family decides."""
+    def of(cls, config: Mapping[str, Any], parameters: int, tower: int = 0) -> ModelShape:
+        """config: a model's config.json; tower: those of its parameters that read images. Raises KeyError where it leaves out
+        what its family decides."""
         text = {**config, **config.get("text_config", {})}
         width = int(text.get("hidden_size") or text["n_embd"])
         heads = int(text.get("num_attention_heads") or text["n_head"])
@@ -122,7 +154,13 @@ class ModelShape:
             key_heads=int(text.get("num_key_value_heads") or heads) * head,
             vocabulary=int(text["vocab_size"]),
             tied=bool(text.get("tie_word_embeddings", False)),
+            tower=TowerShape.of(config["vision_config"], tower) if tower else None,
         )
+
+    @property
+    def decoder(self) -> int:
+        """Parameters without those of a tower."""
+        return self.parameters - (self.tower.parameters if self.tower else 0)
 
     @property
     def output(self) -> int:
@@ -132,18 +170,20 @@ class ModelShape:
     @property
     def layer(self) -> int:
         """Parameters of one layer."""
-        return (self.parameters - self.output * (1 if self.tied else 2)) // self.layers
+        return (self.decoder - self.output * (1 if self.tied else 2)) // self.layers
 
 
-def parameters(directory: Path) -> int:
-    """Numbers in the safetensors files of a directory; 0 where there are none."""
-    return sum(math.prod(shape) for path in directory.glob("*.safetensors") for shape in tensor_shapes(path).values())
+def parameters(directory: Path, named: re.Pattern[str] = re.compile("")) -> int:
+    """Numbers in the safetensors files of a directory, of tensors that are `named` so; 0 where there are none."""
+    shapes = (each for path in directory.glob("*.safetensors") for each in tensor_shapes(path).items())
+    return sum(math.prod(shape) for name, shape in shapes if named.search(name))
 
 
 def shape_of(directory: Path) -> ModelShape | None:
     """None for a file that is converted later, and for a configuration that leaves its sizes to its family."""
     with suppress(KeyError, NotADirectoryError, FileNotFoundError):
-        return ModelShape.of(json.loads((directory / "config.json").read_text()), parameters(directory))
+        tower = parameters(directory, _TOWER) if reads_images(directory) else 0
+        return ModelShape.of(json.loads((directory / "config.json").read_text()), parameters(directory), tower)
     return None
 
 

@@ -52,7 +52,7 @@ def check(
     loaded = load_config(config, overrides)
     prepared = preflight(loaded)
     called = call_once(loaded, [*prepared.rows[0], *prepared.rows[1]], deep=deep)
-    for line in (*_plan_of(config, loaded, prepared), *places(loaded), *prepared.remarks, *called):
+    for line in (*_plan_of(config, loaded, prepared), *places(loaded, prepared.images), *prepared.remarks, *called):
         say(line)
     if not deep:
         say("the model's weights are not looked at: --deep loads them, and computes with them")

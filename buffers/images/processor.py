@@ -29,7 +29,9 @@ Arrays = Mapping[str, np.ndarray]
 
 # What a processor returns about the text.
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
-_CACHE_BYTES, _EXPANSIONS = 256 << 20, 4096
+ARRAYS_BYTES, FEATURES_BYTES = 256 << 20, 1 << 30
+"""What a process keeps at most of what images were prepared to, and of what a tower made of them."""
+_EXPANSIONS = 4096
 _SAMPLE = ((64, 48), (40, 72))
 
 
@@ -46,7 +48,7 @@ class ImageProcessor:
     Owns the arrays of the images that were last used, at most `cache_bytes`.
     """
 
-    def __init__(self, directory: Path, store: ImageStore, cache_bytes: int = _CACHE_BYTES) -> None:
+    def __init__(self, directory: Path, store: ImageStore, cache_bytes: int = ARRAYS_BYTES) -> None:
         from transformers import AutoConfig
 
         self._directory, self.store, self._most_bytes = directory, store, cache_bytes

@@ -29,7 +29,9 @@ from async_rlhf.buffers.images.decoding import MAX_BYTES, decoded, digest_of, si
 
 _DIGEST = re.compile("[0-9a-f]{32}")
 _SCRATCH = "async-rlhf-rows-"
-_RECENT, _THUMBNAILS, _ADDED = 4, 256, 4096
+RECENT = 4
+"""Decoded images that a process keeps."""
+_THUMBNAILS, _ADDED = 256, 4096
 _MOST_SHOWN = 16 << 20
 
 
@@ -129,7 +131,7 @@ def _remove(directory: Path, lock: File, owner: int) -> None:
         lock.close()
 
 
-@functools.lru_cache(_RECENT)
+@functools.lru_cache(RECENT)
 def _recent(path: Path) -> Image.Image:
     try:
         with path.open("rb") as file:

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from async_rlhf.buffers.errors import RecordError
-from async_rlhf.buffers.images.processor import ImageProcessor
+from async_rlhf.buffers.images.processor import FEATURES_BYTES, ImageProcessor
 from async_rlhf.buffers.images.store import ImageStore
 
-_CACHE_BYTES, _PROMPTS = 1 << 30, 256
+_PROMPTS = 256
 # Families whose tokens of one image see each other, also those behind them.
 _BIDIRECTIONAL = frozenset(("gemma3",))
 
@@ -59,7 +59,9 @@ class ImageTower:
     Owns the features of images that were last read, at most `cache_bytes`; `forget` drops them when the tower changes.
     """
 
-    def __init__(self, model: Any, processor: ImageProcessor, cache_bytes: int = _CACHE_BYTES, *, trains: bool = False) -> None:
+    def __init__(
+        self, model: Any, processor: ImageProcessor, cache_bytes: int = FEATURES_BYTES, *, trains: bool = False
+    ) -> None:
         self.model, self.processor, self.trains = model, processor, trains
         self._most_bytes = cache_bytes
         self._known: OrderedDict[tuple[str, ...], ImageFeatures] = OrderedDict()

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from async_rlhf.actors.config import GenerationConfig
 from async_rlhf.actors.engine import Request, RolloutKey
@@ -24,14 +26,19 @@ from async_rlhf.actors.environments import EnvironmentConfig, resolve
 from async_rlhf.actors.environments.pool import EpisodePool
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
-from async_rlhf.buffers.model_directory import ModelShape
+from async_rlhf.buffers.images.processor import ARRAYS_BYTES, FEATURES_BYTES, ImageProcessor
+from async_rlhf.buffers.images.store import ImageStore
+from async_rlhf.buffers.images.tower import ImageTower, tower_parameters
+from async_rlhf.buffers.model_directory import ModelShape, shape_of
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.batch.micro_batch import MicroBatch
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.model.policy import Policy
+from async_rlhf.learner.model.policy import Policy, _checkpoint_gradients
 from async_rlhf.learner.objective.objective import LossInputs, objective
 from async_rlhf.learner.step.torch_machine import make_adamw
 from async_rlhf.run.checks import memory
+from async_rlhf.run.checks.images import ImageLoad
+from tests import image_models
 
 LAYERS = 36
 ROWS, LENGTH, TOKENS = 4, 2048, 64
@@ -127,6 +134,73 @@ def test_the_estimate_of_a_learner_is_what_policy_loss_and_optimizer_take(
     whole = ModelShape.of(qwen3_4b(LAYERS, tied).to_dict(), p2 + (LAYERS - 2) // 2 * (p4 - p2))
     estimate = sum(memory.learner(learner, whole, GENERATION, reference=0).values())
     assert estimate == pytest.approx(two + (LAYERS - 2) // 2 * (four - two), rel=0.15)
+
+
+class Drawn:
+    """Stands for a processor: a prompt's tiles, and nothing else."""
+
+    def __init__(self, tiles: int, side: int) -> None:
+        self.arrays = {"pixel_values": np.ones((1, tiles, 3, side, side), np.float32)}
+
+    def inputs(self, images: tuple[str, ...]) -> dict[str, Any]:
+        return self.arrays
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize(("layers", "checkpointing"), [(6, False), (6, True), (2, False)])
+def test_the_estimate_of_what_reads_images_is_what_a_tower_takes(layers: int, checkpointing: bool, trains: bool) -> None:
+    config, *_ = image_models.MAKERS["idefics3"]()
+    sizes = {"hidden_size": 288, "intermediate_size": 1076, "num_hidden_layers": layers, "image_size": 84, "patch_size": 14}
+    config.vision_config.update({**sizes, "num_attention_heads": 8})
+    model: Any = AutoModelForImageTextToText.from_config(config).eval()
+    shape = ModelShape.of(
+        config.to_dict(),
+        sum(p.numel() for p in model.parameters()),
+        sum(p.numel() for p in tower_parameters(model).values()),
+    )
+    drawn, learner = Drawn(40, 84), LearnerConfig(train_vision=trains, gradient_checkpointing=checkpointing)
+    read = ImageTower(model, cast(Any, drawn), trains=trains)
+    if checkpointing:
+        _checkpoint_gradients(model, None)
+    for p in model.parameters() if trains else ():
+        p.grad = torch.zeros_like(p)
+    tracker = MemTracker()
+    tracker.track_external(model)
+    with tracker:
+        vectors = read.features(("a",)).vectors
+        if trains:
+            vectors.sum().backward()
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] - 4 * shape.parameters * (1 + trains)
+    load = ImageLoad(1, len(vectors), drawn.arrays["pixel_values"].size, 0)
+    assert shape.tower is not None
+    estimate = memory._tower(learner, shape.tower, 40 * 36) if trains else memory._reading(load, shape, 4)
+    assert estimate == pytest.approx(peak, rel=0.15)
+
+
+@pytest.mark.parametrize("family", image_models.MAKERS)
+def test_the_parameters_that_read_images_are_found_by_their_names_in_the_files(family: str, tmp_path: Path) -> None:
+    model = image_models.make(family, tmp_path)
+    shape = shape_of(tmp_path)
+    assert shape is not None and shape.tower is not None
+    assert shape.tower.parameters == sum(p.numel() for p in tower_parameters(model).values())
+    store = ImageStore(tmp_path / "images")
+    processor = ImageProcessor(tmp_path, store)
+    digest = store.add(image_models.drawn(16, 16))
+    processor.encode(image_models.asking(digest), {})
+    assert shape.tower.deeper == len(ImageTower(model, processor).features((digest,)).deeper)
+
+
+def test_what_is_kept_of_images_is_what_there_is_of_it_at_most() -> None:
+    shape = ModelShape.of(
+        qwen3_4b(LAYERS, True).to_dict() | {"vision_config": {"hidden_size": 8, "patch_size": 2, "depth": 1}}, 4_000_000_000, 5
+    )
+    one = ImageLoad(prompts=1, places=100, numbers=10_000, pixels=4_000)
+    many = replace(one, prompts=1_000_000)
+    made = 4 * 100 * 2560
+    assert memory._reading(many, shape, 4) - memory._reading(one, shape, 4) == FEATURES_BYTES - made
+    assert memory._files(many) - memory._files(one) == ARRAYS_BYTES - 40_000
+    parts = [memory.learner(LearnerConfig(), shape, GENERATION, reference=held, images=many)["images"] for held in (0, 1)]
+    assert parts[1] == 2 * parts[0] > 2 * FEATURES_BYTES
 
 
 def test_zero_shares_out_what_its_stage_says() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from async_rlhf.actors.data.tokens import PromptLengths
@@ -41,6 +42,34 @@ def processor_of(config: Config, rows: Sequence[Row]) -> ImageProcessor | None:
     here = scratch()  # unless a run keeps them, which is resumed
     kept = ImageStore(config.run_dir / "data" / "images")
     return ImageProcessor(Path(config.model), kept if first is not None and first not in here else here)
+
+
+@dataclass(frozen=True)
+class ImageLoad:
+    """What prompts with images need memory for, of one that is as long as prompts may be, with images like a row's."""
+
+    prompts: int
+    """Rows with images."""
+    places: int
+    numbers: int
+    """In the arrays that a tower takes for it, float32."""
+    pixels: int
+    """Of its images decoded."""
+
+
+def image_load(config: Config, rows: Sequence[Row], processor: ImageProcessor | None) -> ImageLoad | None:
+    """None where no row has images. Raises ConfigError as `ImageProcessor.encode`, DamagedError."""
+    shown = [row for row in rows if row.images]
+    if processor is None or not shown:
+        return None
+    template, images = config.data.row_template, shown[0].images
+    said = template.said(shown[0])
+    assert not isinstance(said, str)
+    places = max(1, processor.encode(said, template.variables).ids.count(processor.place_id))
+    most = config.generation.max_prompt_length
+    numbers = sum(each.size for each in processor.inputs(images).values())
+    pixels = sum(math.prod(each.size) for each in processor.opened(images))
+    return ImageLoad(len(shown), most, numbers * most // places, pixels * most // places)
 
 
 def read_text(row: Row, template: Template, processor: ImageProcessor) -> str:

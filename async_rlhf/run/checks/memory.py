@@ -23,9 +23,12 @@ from async_rlhf.actors.config import REFERENCE, GenerationConfig
 from async_rlhf.actors.engine_config import Demand
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.files import written
-from async_rlhf.buffers.model_directory import TYPE_BYTES, ModelShape, parameters, shape_of
+from async_rlhf.buffers.images.processor import ARRAYS_BYTES, FEATURES_BYTES
+from async_rlhf.buffers.images.store import RECENT
+from async_rlhf.buffers.model_directory import TYPE_BYTES, ModelShape, TowerShape, parameters, shape_of
 from async_rlhf.launch.placement import Host, Inventory, Placement
 from async_rlhf.learner.config import FLOAT32_BYTES, LOGITS_MIB, LearnerConfig, chunk_tokens, room_beside, token_cost
+from async_rlhf.run.checks.images import ImageLoad
 from async_rlhf.run.config import Config
 from async_rlhf.run.hosts.placement import model_devices
 
@@ -43,10 +46,14 @@ Parts = Mapping[str, int]
 """Bytes by what they hold."""
 
 
-def learner(config: LearnerConfig, shape: ModelShape, generation: GenerationConfig, *, reference: int) -> Parts:
+def learner(
+    config: LearnerConfig, shape: ModelShape, generation: GenerationConfig, *, reference: int, images: ImageLoad | None = None
+) -> Parts:
     """The memory of one rank. reference: parameters of a frozen model beside the trained one."""
     deepspeed, ranks = config.backend == "deepspeed", config.ranks // config.tensor_parallel
-    learning = _adapters(config, shape) if config.lora.rank else shape.parameters
+    learning = _adapters(config, shape) if config.lora.rank else shape.decoder
+    if shape.tower and config.train_vision:
+        learning += shape.tower.parameters
     held = TYPE_BYTES[config.dtype] if deepspeed else 4
 
     def share(stage: int) -> int:
@@ -62,11 +69,37 @@ def learner(config: LearnerConfig, shape: ModelShape, generation: GenerationConf
     parts["activations"] = _passing(config, shape, generation, tokens)
     parts["logits"] = LOGITS_MIB * _MIB + 4 * FLOAT32_BYTES * shape.vocabulary * chunk_tokens(shape.vocabulary, config.device)
     if config.critic.kind == "model":
-        trunk = shape.parameters - (0 if shape.tied else shape.output)
+        trunk = shape.decoder - (0 if shape.tied else shape.output)
         parts["critic"] = 16 * trunk // share(1) + shape.layers * _layer(config, shape, tokens)
     if reference:  # over all ranks, also those of a tensor-parallel group
         parts["reference"] = TYPE_BYTES[config.reference_dtype] * reference // (config.ranks if share(3) > 1 else 1)
+    if images and shape.tower:
+        parts["images"] = _reading(images, shape, 4) * (2 if reference else 1)
+        if config.train_vision:
+            parts["images"] += _tower(config, shape.tower, tokens * images.numbers // images.places // shape.tower.patch)
     return parts
+
+
+def _reading(images: ImageLoad, shape: ModelShape, size: int) -> int:
+    """Bytes of what a frozen tower has made of images, and of its pass over those of a prompt. size: bytes of a number."""
+    assert shape.tower is not None
+    one = size * images.places * shape.width * (1 + shape.tower.deeper)
+    of_pass = size * (images.numbers // shape.tower.patch) * (4 * shape.tower.width + 3 * shape.tower.mlp)
+    return max(one, min(FEATURES_BYTES, images.prompts * one)) + of_pass
+
+
+def _tower(config: LearnerConfig, tower: TowerShape, patches: int) -> int:
+    """Peak bytes of the forward and backward pass of a tower that learns, float32: of each layer two norms, attention, an MLP
+    with two products, and gradients of one layer's states."""
+    one = 9 * tower.width + 2 * tower.mlp
+    kept = one + tower.layers * tower.width if config.gradient_checkpointing else tower.layers * one
+    return 4 * patches * (kept + 2 * tower.mlp)
+
+
+def _files(images: ImageLoad) -> int:
+    """Bytes of main memory: the arrays that images were prepared to, and the last ones decoded, four bytes a pixel."""
+    arrays = FLOAT32_BYTES * images.numbers
+    return max(arrays, min(ARRAYS_BYTES, images.prompts * arrays)) + 4 * RECENT * images.pixels
 
 
 def _tokens(config: LearnerConfig, generation: GenerationConfig) -> int:
@@ -88,7 +121,7 @@ def _passing(config: LearnerConfig, shape: ModelShape, generation: GenerationCon
     layer, inputs = _layer(config, shape, tokens), 4 * tokens * shape.width
     # autocast keeps its copies of the weights to the end of the forward pass, and products keep them for the backward
     copied = 2 if half and config.backend == "torch" else 0
-    copies = copied * (shape.parameters - shape.output * (1 if shape.tied else 2))
+    copies = copied * (shape.decoder - shape.output * (1 if shape.tied else 2))
     # gradients of one layer's states, and beside them that of a tied output layer, which waits for the embedding's
     learns_output = not config.lora.rank
     tied = 4 * shape.output if shape.tied and learns_output else 0
@@ -139,22 +172,28 @@ class DeviceLoad:
         return f"{self.role} {written(self.total)} ({parts})"
 
 
-def check_memory(config: Config, inventory: Inventory, placement: Placement, shape: ModelShape | None = None) -> list[str]:
+def check_memory(
+    config: Config,
+    inventory: Inventory,
+    placement: Placement,
+    shape: ModelShape | None = None,
+    images: ImageLoad | None = None,
+) -> list[str]:
     """Estimates the load of each device; equal ones share a line. Raises ConfigError for a load that does not fit.
 
-    shape: of a model whose files are not here.
+    shape: of a model whose files are not here. images: of the prompts.
     """
     shape = shape or shape_of(Path(config.model))
     if shape is None:
         return ["memory: not estimated, for the model's files do not say how large it is"]
     found: dict[tuple[Any, ...], list[str]] = {}
     for number, host in enumerate(inventory):
-        loads = _loads(config, shape, placement, host, "" if number == 0 else host.name)
+        loads = _loads(config, shape, images, placement, host, "" if number == 0 else host.name)
         for device, held in sorted(loads.items(), key=lambda item: -1 if item[0] is None else item[0]):
             if device is None:
                 _check_host(host, held)
             elif host.device_memory is not None:
-                _check_device(config, shape, host, device, held)
+                _check_device(config, shape, images, host, device, held)
             size = host.memory if device is None else host.device_memory
             same = (device is None, size, *((load.role, tuple(load.parts.items())) for load in held))
             found.setdefault(same, []).append(_line(host, device, size, held))
@@ -174,7 +213,7 @@ def _line(host: Host, device: int | None, size: int | None, held: Sequence[Devic
 
 
 def _loads(
-    config: Config, shape: ModelShape, placement: Placement, host: Host, name: str
+    config: Config, shape: ModelShape, images: ImageLoad | None, placement: Placement, host: Host, name: str
 ) -> dict[int | None, list[DeviceLoad]]:
     """By device of one host; under None what its own memory holds."""
     found: dict[int | None, list[DeviceLoad]] = {}
@@ -184,7 +223,7 @@ def _loads(
             continue
         role = process.partition("-")[0]
         held: dict[int | None, Counter[str]] = {}
-        for parts, device in _parts(config, shape, role, host, slot.devices):
+        for parts, device in _parts(config, shape, images, role, host, slot.devices):
             held.setdefault(device, Counter({"context": CONTEXT} if device is not None else {})).update(parts)
         for device, sums in held.items():
             found.setdefault(device, []).append(DeviceLoad(process, dict(sums)))
@@ -196,15 +235,17 @@ def _loads(
 
 
 def _parts(
-    config: Config, shape: ModelShape, role: str, host: Host, devices: Sequence[int]
+    config: Config, shape: ModelShape, images: ImageLoad | None, role: str, host: Host, devices: Sequence[int]
 ) -> Iterator[tuple[Parts, int | None]]:
     """The parts that a process of this role holds on each of its devices, or on None, its host's memory."""
     if role == "learner":
-        parts = learner(config.learner, shape, config.generation, reference=_held(config))
+        parts = learner(config.learner, shape, config.generation, reference=_held(config), images=images)
         yield from ((parts, device) for device in (devices if config.learner.device != "cpu" else (None,)))
     if role in _ENGINES:
-        parts = _engine(config, shape, host)
+        parts = _engine(config, shape, images, host)
         yield from ((parts, device) for device in (devices if config.engine.device != "cpu" else (None,)))
+    if images and role in (*_ENGINES, "learner"):
+        yield {"images": _files(images)}, None
     for name, device in model_devices(config) if role in (*_ENGINES, "scorer") else ():
         judges = name != REFERENCE if role == "evaluation" else config.scoring.in_process(name) == (role == "scorer")
         if judges:
@@ -215,14 +256,15 @@ def _held(config: Config) -> int:
     return parameters(Path(config.held_reference)) if config.held_reference else 0
 
 
-def _engine(config: Config, shape: ModelShape, host: Host) -> Parts:
+def _engine(config: Config, shape: ModelShape, images: ImageLoad | None, host: Host) -> Parts:
     limit = _engine_limit(config, host)
-    return config.served_engine.memory(_demand(config, shape), None if limit is None else limit - CONTEXT)
+    return config.served_engine.memory(_demand(config, shape, images), None if limit is None else limit - CONTEXT)
 
 
-def _demand(config: Config, shape: ModelShape) -> Demand:
+def _demand(config: Config, shape: ModelShape, images: ImageLoad | None) -> Demand:
     longest = config.generation.max_prompt_length + config.generation.longest_completion
-    return Demand(shape, -(-longest // 16) * 16, holds=bool(config.environment.all))
+    reading = _reading(images, shape, TYPE_BYTES[config.engine.dtype]) if images and shape.tower else 0
+    return Demand(shape, -(-longest // 16) * 16, holds=bool(config.environment.all), reading=reading)
 
 
 def _judge(config: Config, name: str) -> Parts:
@@ -246,24 +288,26 @@ def _engine_limit(config: Config, host: Host) -> int | None:
     return int(config.served_engine.device_share(share) * host.device_memory)
 
 
-def _check_device(config: Config, shape: ModelShape, host: Host, device: int, held: Sequence[DeviceLoad]) -> None:
+def _check_device(
+    config: Config, shape: ModelShape, images: ImageLoad | None, host: Host, device: int, held: Sequence[DeviceLoad]
+) -> None:
     size, where = host.device_memory, f"device {device} of {host} ({written(host.device_memory or 0)})"
     assert size is not None
     engines = [load for load in held if load.role in _ENGINES]
     others = [load for load in held if load.role not in _ENGINES]
     most = int(config.placement.actor_share * size) if config.placement.colocates else size
     for load in engines:
-        own = sum(_engine(config, shape, host).values())
+        own = sum(_engine(config, shape, images, host).values())
         if load.total > most or own > (_engine_limit(config, host) or size):
             raise ConfigError(
                 f"{load.process} needs about {load} of {where}, of which it may take {written(most)}; "
-                f"{config.served_engine.nearest(_demand(config, shape), most - (load.total - own), size)}"
+                f"{config.served_engine.nearest(_demand(config, shape, images), most - (load.total - own), size)}"
             )
     left = size - sum(most if config.placement.colocates else load.total for load in engines)
     if others and sum(load.total for load in others) > left:
         way = "use a smaller model, or dtype = 'bfloat16'"
         if others[0].role == "learner":
-            way = _nearest_learner(config, shape, left - CONTEXT - sum(load.total for load in others[1:]))
+            way = _nearest_learner(config, shape, images, left - CONTEXT - sum(load.total for load in others[1:]))
         needed = f"{others[0].process} needs about {' and '.join(map(str, others))}"
         raise ConfigError(f"{needed} of {where}, where {written(left)} are left; {way}")
 
@@ -279,7 +323,7 @@ def _check_host(host: Host, held: Sequence[DeviceLoad]) -> None:
         )
 
 
-def _nearest_learner(config: Config, shape: ModelShape, left: int) -> str:
+def _nearest_learner(config: Config, shape: ModelShape, images: ImageLoad | None, left: int) -> str:
     """The first change, from small to large, after which the learner fits."""
     own, longest = config.learner, config.generation.max_prompt_length + config.generation.longest_completion
     shorter = {"gradient_checkpointing": True, "micro_batch_tokens": min(own.micro_batch_tokens, longest)}
@@ -291,7 +335,7 @@ def _nearest_learner(config: Config, shape: ModelShape, left: int) -> str:
     ]
     reference = _held(config)
     for change in tried:
-        parts = learner(own.model_copy(update=change), shape, config.generation, reference=reference)
+        parts = learner(own.model_copy(update=change), shape, config.generation, reference=reference, images=images)
         if sum(parts.values()) <= left:
             settings = ", ".join(f"learner.{name} = {json.dumps(value)}" for name, value in change.items())
             return f"nearest that fits: {settings} ({written(sum(parts.values()))})"

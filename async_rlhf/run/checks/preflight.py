@@ -13,6 +13,7 @@ from async_rlhf.actors.environments import EnvironmentSpec
 from async_rlhf.run import learner_checks
 from async_rlhf.run.checks import evaluation, machine, prompts, rows
 from async_rlhf.run.checks.effects import without_effect
+from async_rlhf.run.checks.images import ImageLoad, image_load
 from async_rlhf.run.checks.model import check_teachers
 from async_rlhf.run.checks.servers import unanswered
 from async_rlhf.run.checks.spool import check_spool
@@ -61,6 +62,8 @@ class Prepared:
     environments: Mapping[str, EnvironmentSpec] = field(default_factory=dict)
     """By source, the environment that answers the model."""
     dropped: int = 0
+    images: ImageLoad | None = None
+    """None where no row has any."""
     remarks: list[str] = field(default_factory=list)
     """For a person to know; they stop nothing."""
 
@@ -81,4 +84,5 @@ def check_converted(config: Config, prepared: Prepared) -> Prepared:
 
 def _prepared(subject: Subject, remarks: list[str]) -> Prepared:
     dropped = sum(map(len, subject.rows)) - sum(map(len, subject.kept))
-    return Prepared(subject.kept, subject.num_prompts, subject.environments, dropped, remarks)
+    load = image_load(subject.config, subject.all_rows, subject.images)
+    return Prepared(subject.kept, subject.num_prompts, subject.environments, dropped, load, remarks)
