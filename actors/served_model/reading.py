@@ -18,11 +18,11 @@ _NUM_NEW = 8
 def check_behind_images(engine: Engine, tower: ImageTower, limit: float, refused: Callable[[str], ConfigError]) -> None:
     """Two completions of a prompt with images. tower: of the model that the engine serves. limit: largest mean difference of
     log-probabilities, in nats. Raises `refused` with the reason, ConfigError where there is no room to try."""
-    ids, images = tower.processor.sample()
+    requests = behind_images(tower)
+    ids = requests[0].prompt_ids
     room = max_length(tower.model.config.get_text_config().to_dict()) or len(ids) + _NUM_NEW
     if len(ids) + _NUM_NEW > room:
         raise ConfigError(f"two small images take {len(ids)} tokens of this model, which holds {room}; choose another")
-    requests = [Request(RolloutKey(0, 0, n), tuple(ids), _NUM_NEW, Sampling(), seed=n, images=images) for n in range(2)]
     check_room(engine, len(ids), _NUM_NEW)
     try:
         together = completed(engine, requests)
@@ -31,6 +31,13 @@ def check_behind_images(engine: Engine, tower: ImageTower, limit: float, refused
         raise refused(f"a prompt with images ends with {type(error).__name__}: {error}") from error
     if not (difference := float(found.mean().nan_to_num(torch.inf))) <= limit:
         raise refused(f"behind images log-probabilities differ from plain passes by {difference:.3g} nats on average")
+
+
+def behind_images(tower: ImageTower) -> list[Request]:
+    """Two of the prompt with made-up images."""
+    ids, images = tower.processor.sample()
+    keys = (RolloutKey(1, 0, member) for member in range(2))
+    return [Request(key, tuple(ids), _NUM_NEW, Sampling(), seed=key.member, images=images) for key in keys]
 
 
 @torch.inference_mode()

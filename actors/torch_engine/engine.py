@@ -111,10 +111,10 @@ class TorchEngine:
         self.num_sampled = self.num_suspended = 0
 
     def _plain_forward(self, batch_invariant: bool) -> Forward:
+        if can_serve(self._model):
+            return (InvariantLlamaForward if batch_invariant else LlamaForward)(self._model, self._cache, self.tower)
         if self.tower is not None:
             return ImageForward(self._model, self._cache, self.tower, self._rows.shifts)
-        if can_serve(self._model):
-            return (InvariantLlamaForward if batch_invariant else LlamaForward)(self._model, self._cache)
         return Forward(self._model, self._cache)
 
     @property

@@ -5,7 +5,8 @@ products with their weights, and with long rows that of reading their caches. He
 v are one product, as are gate and up; both rotations are one; attention over the cache is two batched products, which on
 a CPU beat the fused kernel for single queries and read no further than the longest of a few neighbouring rows
 (`segments`); and the tokens of prefixes travel through the same products as the running rows' tokens. Used only for a
-model that `can_serve` accepts; everything else goes through the model's own code.
+model that `can_serve` accepts; everything else goes through the model's own code. Of images it reads what the tower made of
+them, in the places of their prompt.
 
 In bfloat16 the products with weights are computed, and keys and values kept; everything else is float32, as where a
 learner autocasts. So float32 equals the model's own code up to rounding, and what is served in bfloat16 is nearer to
@@ -24,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, LlamaModel, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from async_rlhf.actors.torch_engine.cache import RowCache
@@ -33,7 +34,10 @@ from async_rlhf.actors.torch_engine.forward import Forward
 from async_rlhf.actors.torch_engine.scheduler import PrefillChunk
 from async_rlhf.actors.torch_engine.segments import segments
 from async_rlhf.buffers.attention import FULL
+from async_rlhf.buffers.images.tower import ImageTower, PromptPlace
 
+# Families whose decoder reads images as it reads text: each token those before it, at the positions of their indices.
+_AROUND_LLAMA = ("idefics3", "smolvlm")
 # Rotations whose angles depend on the position alone.
 _STATIC_ROTATIONS = ("default", "linear", "llama3")
 
@@ -82,10 +86,13 @@ class Product:
 
 
 def can_serve(model: PreTrainedModel) -> bool:
-    """Whether this file computes what the model computes: plain Llama in float32 or bfloat16 on a CPU."""
-    if type(model) is not LlamaForCausalLM:
+    """Whether this file computes what the model computes: plain Llama in float32 or bfloat16 on a CPU, also as the decoder of
+    Idefics 3."""
+    if type(model) is not LlamaForCausalLM and model.config.model_type not in _AROUND_LLAMA:
         return False
-    config = model.config
+    if type(model.get_decoder()) is not LlamaModel:
+        return False
+    config = model.config.get_text_config()
     return (
         model.device.type == "cpu"
         and model.dtype in (torch.float32, torch.bfloat16)
@@ -122,17 +129,19 @@ class _Layer:
 
 @dataclass(frozen=True)
 class Prefixes:
-    """The chunks of a pass; mask [K, 1, P, T], None where each begins its row."""
+    """The chunks of a pass; mask [K, 1, P, T], None where each begins its row; those that are prompts with images."""
 
     chunks: PaddedChunks
     mask: torch.Tensor | None
+    prompts: Sequence[PromptPlace] = ()
 
     @classmethod
     def of(cls, chunks: Sequence[PrefillChunk], device: torch.device) -> Prefixes | None:
         padded = PaddedChunks.of(chunks, device)
         if padded is None:
             return None
-        return cls(padded, None if padded.sources is None else padded.mask(torch.float32))
+        prompts = [PromptPlace(number, 0, each.ids, each.images) for number, each in enumerate(chunks) if each.images]
+        return cls(padded, None if padded.sources is None else padded.mask(torch.float32), prompts)
 
 
 class AttentionPart(NamedTuple):
@@ -147,11 +156,12 @@ class LlamaForward(Forward):
 
     _few = _FEW
 
-    def __init__(self, model: LlamaForCausalLM, cache: RowCache) -> None:
+    def __init__(self, model: PreTrainedModel, cache: RowCache, tower: ImageTower | None = None) -> None:
         super().__init__(model, cache)
-        config = model.config
+        self._decoder, self._tower = model.get_decoder(), tower
+        config = model.config.get_text_config()
         self._num_heads, self._num_key_heads = config.num_attention_heads, config.num_key_value_heads
-        self._width = model.model.layers[0].self_attn.head_dim
+        self._width = self._decoder.layers[0].self_attn.head_dim
         self._epsilon = config.rms_norm_eps
         self._dtype = model.dtype
         self._layers: dict[int, _Layer] = {}
@@ -160,13 +170,12 @@ class LlamaForward(Forward):
         self.refresh()
 
     def refresh(self) -> None:
-        model = self._model
-        for index, layer in enumerate(model.model.layers):
+        for index, layer in enumerate(self._decoder.layers):
             # One layer at a time, so that no more than one exists twice.
             self._layers[index] = _Layer.of(layer, self._few)
-        self._embedding = model.model.embed_tokens.weight.detach()
-        self._norm = model.model.norm.weight.detach().float()
-        self._head = Product(model.lm_head.weight, few=self._few)
+        self._embedding = self._decoder.embed_tokens.weight.detach()
+        self._norm = self._decoder.norm.weight.detach().float()
+        self._head = Product(self._model.lm_head.weight, few=self._few)
 
     def __call__(
         self, chunks: Sequence[PrefillChunk], tokens: torch.Tensor, positions: torch.Tensor, length: int
@@ -190,9 +199,9 @@ class LlamaForward(Forward):
         parts: Sequence[AttentionPart],
     ) -> torch.Tensor:
         """Prefixes together with one token in each row, [N], which attend in these parts: logits [N, V]."""
-        num_rows, ids, at = len(tokens), tokens, positions
+        num_rows, x, at = len(tokens), self._embedded(tokens[None]), positions
         if prefixes is not None:
-            ids = torch.cat((tokens, prefixes.chunks.ids.flatten()))
+            x = torch.cat((x, self._embedded(prefixes.chunks.ids, prefixes.prompts)))
             at = torch.cat((positions, prefixes.chunks.positions.flatten()))
 
         def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -205,7 +214,7 @@ class LlamaForward(Forward):
             return torch.cat((of_rows, of_prefixes))
 
         self._extend_rotations(length)
-        return self._compute(ids, at, num_rows, attend)
+        return self._compute(x, at, num_rows, attend)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -214,12 +223,18 @@ class LlamaForward(Forward):
             return attended[0].transpose(0, 1).flatten(1)
 
         self._extend_rotations(len(ids))
-        return self._compute(ids, torch.arange(len(ids)), len(ids), attend)
+        return self._compute(self._embedded(ids[None]), torch.arange(len(ids)), len(ids), attend)
 
-    def _compute(self, ids: torch.Tensor, positions: torch.Tensor, num_wanted: int, attend: Attend) -> torch.Tensor:
-        """Logits of the first tokens of int64 [S]: float32 [num_wanted, V]."""
+    def _embedded(self, ids: torch.Tensor, prompts: Sequence[PromptPlace] = ()) -> torch.Tensor:
+        """int64 [K, T] -> float32 [K T, C], fresh memory. prompts: those with images."""
+        if not prompts or self._tower is None:
+            return F.embedding(ids.flatten(), self._embedding).float()
+        embedded: torch.Tensor = self._tower.embedded(ids, prompts)["inputs_embeds"]
+        return embedded.flatten(0, 1).float()
+
+    def _compute(self, x: torch.Tensor, positions: torch.Tensor, num_wanted: int, attend: Attend) -> torch.Tensor:
+        """Logits of the first tokens of [S, C], which are overwritten: float32 [num_wanted, V]."""
         cos, sin = self._cos[positions], self._sin[positions]
-        x = F.embedding(ids, self._embedding).float()
         for index, layer in self._layers.items():
             attended = attend(index, *self._before(layer, x, cos, sin))
             if index == len(self._layers) - 1:
@@ -298,6 +313,6 @@ class LlamaForward(Forward):
         if length <= len(self._cos):
             return
         positions = torch.arange(max(length, 2 * len(self._cos)))[None]
-        cos, sin = self._model.model.rotary_emb(self._norm, positions)
+        cos, sin = self._decoder.rotary_emb(self._norm, positions)
         sign = torch.ones(self._width).index_fill_(0, torch.arange(self._width // 2), -1.0)
         self._cos, self._sin = cos[0][:, None], (sin[0] * sign)[:, None]

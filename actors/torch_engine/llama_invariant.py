@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from async_rlhf.actors.torch_engine.cache import RowCache
 from async_rlhf.actors.torch_engine.chunks import additive, position_mask
@@ -29,6 +28,7 @@ from async_rlhf.actors.torch_engine.scheduler import PrefillChunk
 from async_rlhf.actors.torch_engine.segments import segments
 from async_rlhf.actors.torch_engine.shapes import MOST_COLUMNS, SAFE, Columns, Sizes, choose_columns
 from async_rlhf.buffers.attention import FULL
+from async_rlhf.buffers.images.tower import ImageTower, PromptPlace
 
 # Tokens of a prompt that attend in one product.
 PIECE = 16
@@ -41,7 +41,7 @@ CACHE_STEP = 256
 
 def can_be_invariant(model: PreTrainedModel) -> bool:
     """Whether a head is whole vectors of 16 bytes: products depend on where else in memory a head begins."""
-    return can_serve(model) and model.model.layers[0].self_attn.head_dim % 4 == 0
+    return can_serve(model) and model.get_decoder().layers[0].self_attn.head_dim % 4 == 0
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class InvariantLlamaForward(LlamaForward):
 
     _few = 0  # a product rounds alike however many rows there are
 
-    def __init__(self, model: LlamaForCausalLM, cache: RowCache) -> None:
-        super().__init__(model, cache)
-        self._any_token = _random(0, 1, model.config.hidden_size)
+    def __init__(self, model: PreTrainedModel, cache: RowCache, tower: ImageTower | None = None) -> None:
+        super().__init__(model, cache, tower)
+        self._any_token = _random(0, 1, self._embedding.shape[1])
         self._layer_sizes, self._output_sizes = Sizes(self._try_layer), Sizes(self._try_output)
         longest = cache.columns_within(MOST_COLUMNS)
         keys, values = (_random(seed, self._num_key_heads, -(-longest // SAFE) * SAFE, self._width) for seed in range(2))
@@ -92,8 +92,11 @@ class InvariantLlamaForward(LlamaForward):
     ) -> torch.Tensor:
         """As in `Forward`, in one pass."""
         num_rows = len(tokens)
-        ids, at = [tokens], [positions]
+        ids, at, prompts, first = [tokens], [positions], list[PromptPlace](), num_rows
         for chunk in chunks:
+            if chunk.images:
+                prompts.append(PromptPlace(0, first, chunk.ids, chunk.images))
+            first += len(chunk.ids)
             ids.append(torch.tensor(chunk.ids))
             at.append(torch.arange(chunk.start, chunk.start + len(chunk.ids)))
         stored, rows = _written(chunks, num_rows)
@@ -111,14 +114,13 @@ class InvariantLlamaForward(LlamaForward):
             return attended
 
         self._extend_rotations(length)
-        return self._compute(torch.cat(ids), places, num_rows, attend)
+        return self._compute(self._embedded(torch.cat(ids)[None], prompts), places, num_rows, attend)
 
-    def _compute(self, ids: torch.Tensor, positions: torch.Tensor, num_wanted: int, attend: Attend) -> torch.Tensor:
+    def _compute(self, x: torch.Tensor, positions: torch.Tensor, num_wanted: int, attend: Attend) -> torch.Tensor:
         """As in `LlamaForward`, in blocks of tokens."""
-        sizes, wanted = self._layer_sizes.blocks(len(ids)), self._output_sizes.blocks(num_wanted)
-        ids, positions = (_padded(part, sum(sizes)) for part in (ids, positions))
+        sizes, wanted = self._layer_sizes.blocks(len(x)), self._output_sizes.blocks(num_wanted)
+        x, positions = (_padded(part, sum(sizes)) for part in (x, positions))
         cos, sin = _split(self._cos[positions], sizes), _split(self._sin[positions], sizes)
-        x = F.embedding(ids, self._embedding).float()
         last = len(self._layers) - 1
         for index, layer in self._layers.items():
             parts = [self._before(layer, *part) for part in zip(_split(x, sizes), cos, sin, strict=True)]

@@ -121,7 +121,8 @@ def _obstacle(model: PreTrainedModel, config: TorchEngineConfig) -> str:
     obstacle = config.bits_obstacle
     if not obstacle and not can_be_invariant(model):
         obstacle = (
-            f"model type {model.config.model_type!r} as it is configured; only plain Llama with heads of a multiple of 4 can"
+            f"model type {model.config.model_type!r} as it is configured; only plain Llama, and Idefics 3 with it, "
+            "with heads of a multiple of 4 can"
         )
     if config.batch_invariant and obstacle:
         raise ConfigError(f'engine.batch_invariant = true with {obstacle}. Set that, or engine.batch_invariant = "none".')

@@ -15,7 +15,7 @@ import xxhash
 from transformers import PreTrainedModel
 
 from async_rlhf.actors.engine import Bits, Completion, Request, RolloutKey, check_room, completed
-from async_rlhf.actors.served_model.reading import check_behind_images
+from async_rlhf.actors.served_model.reading import behind_images, check_behind_images
 from async_rlhf.actors.torch_engine.chunks import additive, attention_of
 from async_rlhf.actors.torch_engine.engine import TorchEngine
 from async_rlhf.actors.torch_engine.kv_policy import KVPolicy
@@ -36,8 +36,9 @@ def check_engine(engine: TorchEngine, model: PreTrainedModel) -> Bits:
     """
     requests = _requests(model, engine.kv_policy)
     check_room(engine, len(requests[0].prompt_ids), requests[0].max_new_tokens)
+    shown = behind_images(engine.tower) if engine.tower and engine.is_batch_invariant else []
     try:
-        together = completed(engine, requests)
+        together = completed(engine, [*requests, *shown])
         difference = _difference(model, requests, together, engine.kv_policy)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
         raise _refused(model, f"a pass over cached keys and values ends with {type(error).__name__}: {error}") from error
@@ -47,7 +48,7 @@ def check_engine(engine: TorchEngine, model: PreTrainedModel) -> Bits:
             f"log-probabilities of sampled tokens differ from plain passes by {difference:.3g} nats on average "
             f"(at most {MAX_DIFFERENCE[model.dtype]:g} in {str(model.dtype).removeprefix('torch.')})",
         )
-    return _bits(engine, requests, together) if engine.is_batch_invariant else Bits()
+    return _bits(engine, [*requests, *shown], together) if engine.is_batch_invariant else Bits()
 
 
 def check_reading(engine: TorchEngine, model: PreTrainedModel) -> None:

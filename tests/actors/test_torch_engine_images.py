@@ -13,6 +13,7 @@ import torch
 
 from async_rlhf.actors.engine import Completion, Request, RolloutKey
 from async_rlhf.actors.torch_engine.engine import TorchEngine
+from async_rlhf.actors.torch_engine.llama_invariant import can_be_invariant
 from async_rlhf.actors.torch_engine.loading import load_engine
 from async_rlhf.actors.torch_engine.model_check import check_reading
 from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
@@ -188,6 +189,30 @@ def test_an_engine_without_the_store_refuses_images(served: Callable[[str], Serv
     own = served("internvl")
     with pytest.raises(EngineError, match="has 1 images, and this engine was started without their store"):
         own.engine(tower=None).submit([own.request(0, 0, own.images[0])])
+
+
+@pytest.mark.parametrize("family", ["idefics3", "smolvlm"])
+def test_a_completion_behind_images_has_the_same_bits_in_any_company(served: Callable[[str], Served], family: str) -> None:
+    own = served(family)
+    a, b, c = own.images
+    asked = [
+        own.request(0, 0, a, new=90), own.request(0, 1, a, new=80), own.request(1, 0, b, a, c), own.request(2, 0, b, new=90),
+        own.request(3, 0, new=95), own.request(2, 1, b, new=85), own.request(1, 1, b, a, c, new=33),
+    ]  # fmt: skip
+    assert can_be_invariant(own.model)
+
+    def told(engine: TorchEngine, requests: Sequence[Request]) -> dict[RolloutKey, bytes]:
+        ended = finished(engine, requests)
+        return {key: each.token_ids.tobytes() + each.logprobs.tobytes() for key, each in ended.items()}
+
+    alone = [told(own.engine(slots=1, batch_invariant=True), [request]) for request in asked]
+    expected = {key: bits for each in alone for key, bits in each.items()}
+    for settings in ({"slots": 7}, {"slots": 4, "prefill_tokens": 24}, {"slots": 7, "max_places": 350}):
+        own.tower.forget()
+        engine = own.engine(batch_invariant=True, **settings)
+        assert told(engine, asked[::-1]) == expected
+        own.assert_plain(asked, finished(engine, asked))
+    assert engine.num_suspended > 0
 
 
 def test_an_engine_is_loaded_with_its_images_and_held_to_plain_passes(

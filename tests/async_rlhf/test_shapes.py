@@ -18,7 +18,9 @@ from async_rlhf.launch.exit_codes import CONFIGURATION
 from async_rlhf.run.checks.prompts import check_reading
 from async_rlhf.run.checks.subject import Subject
 from async_rlhf.run.loading import load
-from tests.conftest import QUICK, SPELLER, output_of, sets
+from async_rlhf.run.run_dir import RunDir
+from tests.async_rlhf.test_synchronous import NUM_STEPS, drawn_kills, measured, trained
+from tests.conftest import QUICK, SPELLER, Start, Training, assert_whole, output_of, sets
 
 SHAPES = QUICK.parent / "shapes.toml"
 NAMER = QUICK.parent / "models" / "tiny-namer"
@@ -191,3 +193,25 @@ def test_where_images_cannot_come_while_a_run_goes_on_is_said_before_it_begins(
     with pytest.raises(ConfigError) as refused:
         check_reading(Subject(load(SHAPES, {**FEW, **text, **plays, **overrides})))
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.rest)], ids=["frozen", "trained"])
+def test_with_staleness_0_kills_change_no_bit_of_what_is_learned_from_images(
+    trains: bool, command: Start, tmp_path: Path
+) -> None:
+    found, settings = [], {"max_steps": NUM_STEPS, "queue.max_staleness": 0, "learner.train_vision": trains}
+    for name, kills in (("whole", []), ("killed", drawn_kills(0))):
+        own = {**FEW, **settings, "name": name, "output_dir": str(tmp_path), "checkpoint.save_every": 3}
+        started = command("train", str(SHAPES), *sets(own), kind=Training)
+        assert isinstance(started, Training)
+        started.run = run = RunDir(tmp_path / name)
+        for step, role in kills:
+            started.reach(step)
+            started.end(role)
+        output = started.ends_with(0)
+        assert output.count("signal 9") == output.count("starting it again") == len(kills), output
+        assert_whole(run.path, NUM_STEPS)
+        bits = run.bits()
+        assert bits is not None and bits.digest and not bits.obstacle
+        found.append((trained(run.path), measured(run.path), bits))
+    assert found[0] == found[1]
