@@ -166,6 +166,7 @@ def test_a_turn_that_is_continued_turns_on_behind_its_image(served: Callable[[st
         own.assert_plain([again], finished(engine, [again]))
 
 
+# StarsfieldAI/R1-V 91: a sampled token of an image was taken for a place, and there were fewer features than places.
 def test_a_sampled_token_of_an_image_is_a_token_as_any_other(served: Callable[[str], Served]) -> None:
     own = served("qwen2_5_vl")
     place = own.processor.place_id

@@ -96,6 +96,7 @@ def test_a_probe_has_no_images(running: Running) -> None:
     np.testing.assert_allclose(running.engine.probe(ids), expected, atol=TOLERANCE)
 
 
+# verl-project/verl 6523, huggingface/trl 7198: what older weights had made of an image stayed in vLLM's cache.
 @pytest.mark.parametrize("on_update", ["keep", "interrupt"])
 def test_numbers_follow_the_weights_of_the_tower_too(running: Running, on_update: Any) -> None:
     own, engine = running.own, running.engine

@@ -85,6 +85,7 @@ def test_a_template_without_places_is_refused_before_the_run(tmp_path: Path) -> 
     assert "the model's chat template writes 0 places ('<image>') for 1 images" in told(tmp_path, model=model)
 
 
+# hiyouga/EasyR1 267: a prompt was cut within its images.
 def test_prompts_too_long_with_their_images_are_left_out(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (QUICK.parent / "shapes" / "drawings.jsonl").read_text().splitlines()[:40]]
     for row in rows[::2]:

@@ -188,6 +188,7 @@ def test_adapters_leave_what_reads_images_alone(learning: Callable[[str], Learni
         assert changed and not changed & tower
 
 
+# hiyouga/EasyR1 48: checkpoints lacked the files of the processor.
 def test_a_checkpoint_is_a_model_directory_that_reads_images(learning: Callable[[str], Learning], tmp_path: Path) -> None:
     own = learning("llava_onevision")
     backend, other = own.backend(train_vision=True), own.backend(train_vision=True)
