@@ -225,8 +225,9 @@ class Engine(Protocol):
         Raises WeightsError, and changes nothing, when a name is missing or unknown or a shape or dtype differs.
         """
 
-    def probe(self, token_ids: Sequence[int]) -> Float32Array:
+    def probe(self, token_ids: Sequence[int], *, behind_images: bool = False) -> Float32Array:
         """float32 [T - 1]: log-probability of each token but the first, given those before it, at temperature 1.
+        behind_images: before them stands the prompt with made-up images (`ImageProcessor.sample`).
 
         By the weights the next token will be sampled from; what is being generated does not notice.
         """

@@ -201,7 +201,8 @@ class Worker:
         """
         if weights.canary is None:
             return
-        differences = np.abs(self._engine.probe(weights.canary.ids) - np.array(weights.canary.logprobs, np.float32))
+        found = self._engine.probe(weights.canary.ids, behind_images=weights.canary.behind_images)
+        differences = np.abs(found - np.array(weights.canary.logprobs, np.float32))
         self._canary_drift = float(differences.max())
         if not self._canary_drift <= self._canary_tolerance:  # NaN counts as drift
             raise WeightsError(

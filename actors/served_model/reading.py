@@ -35,7 +35,7 @@ def check_behind_images(engine: Engine, tower: ImageTower, limit: float, refused
 
 def behind_images(tower: ImageTower) -> list[Request]:
     """Two of the prompt with made-up images."""
-    ids, images = tower.processor.sample()
+    ids, images = tower.processor.sample
     keys = (RolloutKey(1, 0, member) for member in range(2))
     return [Request(key, tuple(ids), _NUM_NEW, Sampling(), seed=key.member, images=images) for key in keys]
 

@@ -35,7 +35,7 @@ from async_rlhf.actors.torch_engine.rows import Decode, Rows, Stopping
 from async_rlhf.actors.torch_engine.sampling import sample
 from async_rlhf.actors.torch_engine.scheduler import NO_ROWS, PassPlan, Scheduler, Size
 from async_rlhf.buffers.errors import EngineError
-from async_rlhf.buffers.images.tower import ImageTower
+from async_rlhf.buffers.images.tower import ImageTower, PromptPlace
 from async_rlhf.buffers.record import Float32Array
 from async_rlhf.buffers.tensors import RawTensor
 
@@ -195,10 +195,18 @@ class TorchEngine:
         """Nothing but memory, which goes with the engine."""
 
     @torch.inference_mode()
-    def probe(self, token_ids: Sequence[int]) -> Float32Array:
-        ids = torch.tensor(token_ids, dtype=torch.int64, device=self._device)
-        logprobs = torch.log_softmax(self._forward.logits(ids[:-1]).float(), dim=-1).gather(-1, ids[1:, None])[:, 0]
+    def probe(self, token_ids: Sequence[int], *, behind_images: bool = False) -> Float32Array:
+        prompt = self._sample() if behind_images else None
+        before = prompt.ids if prompt else ()
+        ids = torch.tensor([*before, *token_ids], dtype=torch.int64, device=self._device)
+        logits = self._forward.logits(ids[:-1], prompt)[len(before) :]
+        logprobs = torch.log_softmax(logits.float(), dim=-1).gather(-1, ids[len(before) + 1 :, None])[:, 0]
         return np.asarray(logprobs.cpu().numpy(), np.float32)
+
+    def _sample(self) -> PromptPlace:
+        if self.tower is None:
+            raise EngineError("a probe has images, and this engine was started without their store")
+        return self.tower.sample
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:

@@ -26,6 +26,7 @@ from async_rlhf.actors.torch_engine.chunks import PaddedChunks, attention_of, po
 from async_rlhf.actors.torch_engine.scheduler import PrefillChunk
 from async_rlhf.actors.torch_engine.segments import attend_in_segments, attending, segments
 from async_rlhf.buffers.attention import cache_argument
+from async_rlhf.buffers.images.tower import PromptPlace
 
 LENGTH_STEP = 128
 
@@ -63,8 +64,9 @@ class Forward:
         masks = self._attention.masks(lambda reach: padded.mask(self._model.dtype, reach))
         self._pass(padded.ids, padded.positions, masks)
 
-    def logits(self, ids: torch.Tensor) -> torch.Tensor:
-        """[T, V] of one sequence, int64 [T], by the same weights and the same arithmetic; the cache does not notice."""
+    def logits(self, ids: torch.Tensor, prompt: PromptPlace | None = None) -> torch.Tensor:
+        """[T, V] of one sequence, int64 [T], by the same weights and the same arithmetic; the cache does not notice.
+        prompt: with images, at its beginning."""
         logits: torch.Tensor = self._model(input_ids=ids[None], use_cache=False).logits
         return logits[0]
 

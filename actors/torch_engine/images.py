@@ -54,6 +54,9 @@ class ImageForward(Forward):
         )
         self._cache.is_in_pass = False
 
+    def logits(self, ids: torch.Tensor, prompt: PromptPlace | None = None) -> torch.Tensor:
+        return super().logits(ids) if prompt is None else self._tower.logits(ids, prompt)
+
     def _after(self, chunks: Sequence[PrefillChunk]) -> torch.Tensor:
         """int64 [K, 1]: the shift of those that follow a prompt."""
         return torch.tensor([[int(self._shifts[chunk.rows[0]]) if chunk.sampled else 0] for chunk in chunks])

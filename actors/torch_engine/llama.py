@@ -216,14 +216,14 @@ class LlamaForward(Forward):
         self._extend_rotations(length)
         return self._compute(x, at, num_rows, attend)
 
-    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+    def logits(self, ids: torch.Tensor, prompt: PromptPlace | None = None) -> torch.Tensor:
         def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             q, k, v = (part.float().transpose(0, 1)[None] for part in (q, k, v))
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             return attended[0].transpose(0, 1).flatten(1)
 
         self._extend_rotations(len(ids))
-        return self._compute(self._embedded(ids[None]), torch.arange(len(ids)), len(ids), attend)
+        return self._compute(self._embedded(ids[None], [prompt] if prompt else ()), torch.arange(len(ids)), len(ids), attend)
 
     def _embedded(self, ids: torch.Tensor, prompts: Sequence[PromptPlace] = ()) -> torch.Tensor:
         """int64 [K, T] -> float32 [K T, C], fresh memory. prompts: those with images."""

@@ -174,8 +174,8 @@ class VLLMEngine:
         with as_index(tensors) as path:
             self._call(self._adopt(version, path), f"vLLM to adopt version {version}")
 
-    def probe(self, token_ids: Sequence[int]) -> Float32Array:
-        return self._call(self._probe(token_ids), "vLLM's log-probabilities of the canary's probe")
+    def probe(self, token_ids: Sequence[int], *, behind_images: bool = False) -> Float32Array:
+        return self._call(self._probe(token_ids, behind_images), "vLLM's log-probabilities of the canary's probe")
 
     def close(self) -> None:
         """End vLLM, its processes and the thread; harmless when done twice."""
@@ -345,14 +345,15 @@ class VLLMEngine:
         self._admits = True
         self._admit()
 
-    async def _probe(self, token_ids: Sequence[int]) -> Float32Array:
+    async def _probe(self, token_ids: Sequence[int], behind_images: bool) -> Float32Array:
         self._names += 1
         arguments = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
         try:
-            final = await self._final(token_ids, arguments, f"probe-{self._names}")
+            prompt, images = self._images.sample if self._images and behind_images else ([], ())
+            final = await self._final([*prompt, *token_ids], arguments, f"probe-{self._names}", images=images)
         except Exception as error:
             raise EngineError(f"vLLM could not compute a probe: {type(error).__name__}: {error}") from error
-        return read_probe(final.prompt_logprobs, token_ids)
+        return read_probe(final.prompt_logprobs[len(prompt) :], token_ids)
 
     async def _close(self) -> None:
         self._admits = False

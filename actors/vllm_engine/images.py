@@ -31,6 +31,10 @@ class ImagePrompts:
         reader._apply_prompt_updates = self._found
         self._recent = lru_cache(_RECENT)(self._read)
 
+    @property
+    def sample(self) -> tuple[list[int], tuple[str, ...]]:
+        return self._images.sample
+
     def prompt(self, token_ids: Sequence[int], images: tuple[str, ...], weights: str) -> dict[str, Any]:
         """What vLLM generates from. weights: a name of those that it serves. Raises EngineError for places that are not those
         of the images, DamagedError."""

@@ -12,7 +12,7 @@ import json
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,6 +113,7 @@ class ImageProcessor:
         )
         return str(text)
 
+    @cached_property
     def sample(self) -> tuple[list[int], tuple[str, ...]]:
         """A made-up prompt with two images of different shapes, which no store has: token ids, and their names."""
         names = tuple(name for name, _ in _made_up())

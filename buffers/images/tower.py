@@ -81,6 +81,12 @@ class ImageTower:
     def place_id(self) -> int:
         return self.processor.place_id
 
+    @property
+    def sample(self) -> PromptPlace:
+        """The processor's, at the beginning of a text."""
+        ids, images = self.processor.sample
+        return PromptPlace(0, 0, tuple(ids), images)
+
     def forget(self) -> None:
         """The tower has other weights now."""
         self._known.clear()
@@ -180,6 +186,14 @@ class ImageTower:
             begins = own & ~torch.nn.functional.pad(own, (1, 0))[:-1]
             number = begins.int().cumsum(0) + int(found[each.row].max())
             found[each.row, part] = torch.where(own, number.to(found), -1)
+        return found
+
+    def logits(self, ids: Tensor, prompt: PromptPlace) -> Tensor:
+        """[T, V] of one text, int64 [T], that begins with a prompt, from what is kept of its images; those of one image do not
+        see each other."""
+        at = self.turned(torch.arange(len(ids), device=ids.device)[None], [prompt], [len(ids)])
+        read = self.model.get_decoder()(**self.embedded(ids[None], [prompt]), position_ids=at, use_cache=False)
+        found: Tensor = self.model.get_output_embeddings()(read.last_hidden_state[0])
         return found
 
     @torch.no_grad()

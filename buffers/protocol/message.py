@@ -52,11 +52,13 @@ class TensorSpec(MessageBase):
 class Canary(MessageBase):
     """A text and its log-probabilities under the publisher's own model, of each token but the first.
 
-    An engine that adopts the weights must compute the same, to the precision of its arithmetic.
+    An engine that adopts the weights must compute the same, to the precision of its arithmetic. behind_images: the text stands
+    behind the prompt with made-up images that every processor has (`ImageProcessor.sample`).
     """
 
     ids: list[Annotated[int, Field(ge=0, le=(1 << 31) - 1)]] = Field(min_length=2, max_length=4096)
     logprobs: list[Amount] = Field(max_length=4096)
+    behind_images: bool = False
 
 
 class SealedPlace(MessageBase):

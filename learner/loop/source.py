@@ -122,7 +122,8 @@ class SourceSession:
         """Step `step` was made from these groups."""
         for group in groups[:1]:
             longest = max(group.rollouts, key=lambda rollout: rollout.num_tokens)
-            self._text = [*group.prompt_ids.tolist(), *longest.completion_ids.tolist()]
+            prompt = [] if group.images else group.prompt_ids.tolist()  # places without their images are no text
+            self._text = [*prompt, *longest.completion_ids.tolist()]
         self._inform(lambda: self._source.trained(step))
         self.broadcast_s = 0.0 if self._publication is None else self._publication.blocked_s
         self._publication = None

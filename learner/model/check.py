@@ -83,7 +83,7 @@ def _plain(policy: Policy, group: Group, rollout: Rollout) -> Tensor:
 
 def _with_images(policy: Policy, images: ImageTower) -> Group:
     """Three completions of a prompt with two images."""
-    prompt, names = images.processor.sample()
+    prompt, names = images.processor.sample
     random = np.random.default_rng(0)
     texts = [random.integers(policy.vocabulary, size=length).astype(np.int32) for length in (7, 5, 2)]
     texts = [np.where(ids == images.place_id, 0, ids) for ids in texts]

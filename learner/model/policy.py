@@ -256,10 +256,15 @@ class Policy(nn.Module):
             return read
         return read | {"position_ids": positions, "attention_mask": masks}
 
-    def probe(self, ids: Tensor) -> Tensor:
-        """float32 [len(ids) - 1]: log-probability of each token of one plain text after its first, at temperature 1."""
+    def probe(self, ids: Tensor, prompt: PromptPlace | None = None) -> Tensor:
+        """float32 [len(ids) - 1]: log-probability of each token of one plain text after its first, at temperature 1.
+        prompt: with images, before it."""
         with self._plainly():
-            logits = self.model(input_ids=ids[None, :-1], use_cache=False).logits[0]
+            if prompt is None or self.images is None:
+                logits = self.model(input_ids=ids[None, :-1], use_cache=False).logits[0]
+            else:
+                whole = torch.cat((torch.tensor(prompt.ids, device=ids.device), ids[:-1]))
+                logits = self.images.logits(whole, prompt)[len(prompt.ids) :]
         return token_logprobs(logits, ids[1:], torch.ones(len(ids) - 1, device=ids.device))
 
     def _plainly(self) -> AbstractContextManager[Any]:

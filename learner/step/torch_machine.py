@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from async_rlhf.buffers.attention import max_length
 from async_rlhf.buffers.errors import DeadlineError, NonFiniteError
 from async_rlhf.buffers.images.tower import ImageTower, tower_parameters
 from async_rlhf.buffers.protocol.message import Canary
@@ -210,15 +211,19 @@ class Machine:
     @torch.no_grad()
     def canary(self, ids: Sequence[int] = ()) -> Canary:
         """The beginning of a text, or without one any tokens, with the log-probabilities under the present weights in the dtype
-        that engines serve. Raises NonFiniteError when they are no numbers."""
-        text = np.array(ids[:_PROBE_TOKENS], np.int64)
+        that engines serve, behind made-up images where prompts have some. Raises NonFiniteError when they are no numbers."""
+        images = self.policy.images
+        prompt = None if images is None else images.sample
+        longest = max_length(self.policy.config) if prompt else None
+        most = _PROBE_TOKENS if prompt is None or longest is None else min(_PROBE_TOKENS, longest - len(prompt.ids) - 1)
+        text = np.array(ids[:most], np.int64)
         if len(text) < 2:
-            text = np.random.default_rng(0).integers(self.policy.vocabulary, size=_PROBE_TOKENS // 4)
+            text = np.random.default_rng(0).integers(self.policy.vocabulary, size=min(most, _PROBE_TOKENS // 4))
         with _rounded(self.policy.model, self.publish_dtype):
-            logprobs = self.policy.probe(torch.from_numpy(text).to(self.device))
+            logprobs = self.policy.probe(torch.from_numpy(text).to(self.device), prompt)
         if not torch.isfinite(logprobs).all():
             raise NonFiniteError("the model's log-probabilities are not finite")
-        return Canary(ids=text.tolist(), logprobs=logprobs.tolist())
+        return Canary(ids=text.tolist(), logprobs=logprobs.tolist(), behind_images=prompt is not None)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

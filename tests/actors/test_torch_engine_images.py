@@ -22,6 +22,8 @@ from async_rlhf.buffers.images.processor import ImageProcessor
 from async_rlhf.buffers.images.store import ImageStore
 from async_rlhf.buffers.images.tower import ImageTower, tower_parameters
 from async_rlhf.buffers.sampling import Sampling
+from async_rlhf.learner.config import LearnerConfig, LossConfig
+from async_rlhf.learner.step.controller import make_backend
 from async_rlhf.learner.step.torch_machine import raw
 from tests import image_models
 from tests.actors.torch_models import finished
@@ -184,6 +186,28 @@ def test_a_sampled_token_of_an_image_is_a_token_as_any_other(served: Callable[[s
     assert len(ended.token_ids) == 5
     assert twin.token_ids.tolist() == other.token_ids.tolist()
     np.testing.assert_allclose(twin.logprobs, other.logprobs, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", image_models.MAKERS)
+def test_the_canary_finds_a_tower_of_other_weights(served: Callable[[str], Served], family: str) -> None:
+    own = served(family)
+    config = LearnerConfig(train_vision=True)
+    backend = make_backend(own.directory, config, LossConfig(), images=own.store.directory)
+    engine = own.engine()
+    engine.load_weights(1, backend.tensors())
+    canary = backend.canary(range(5, 25))
+    assert canary.behind_images
+
+    def drift() -> float:
+        return float(np.abs(engine.probe(canary.ids, behind_images=True) - np.array(canary.logprobs)).max())
+
+    assert drift() < 1e-4
+    text, tower = engine.probe(canary.ids), tower_parameters(own.model)
+    engine.load_weights(2, {name: raw(p.detach() * (1.2 if name in tower else 1)) for name, p in own.model.named_parameters()})
+    assert drift() > 1e-3
+    np.testing.assert_array_equal(engine.probe(canary.ids), text)
+    with pytest.raises(EngineError, match="a probe has images, and this engine was started without their store"):
+        own.engine(tower=None).probe(canary.ids, behind_images=True)
 
 
 def test_an_engine_without_the_store_refuses_images(served: Callable[[str], Served]) -> None:

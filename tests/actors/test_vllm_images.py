@@ -90,10 +90,14 @@ def test_a_turn_goes_on_behind_an_image_and_a_sampled_token_of_an_image(running:
     assert len(finished(running.engine, [spelt])[first.key].token_ids) >= 1
 
 
-def test_a_probe_has_no_images(running: Running) -> None:
+def test_a_probe_is_of_plain_text_or_behind_made_up_images(running: Running) -> None:
     ids = tuple(range(8, 30))
     expected = plain_logprobs(running.own.model, ids[:1], np.array(ids[1:], np.int32))
     np.testing.assert_allclose(running.engine.probe(ids), expected, atol=TOLERANCE)
+    prompt = running.own.tower.sample
+    logits = running.own.tower.plain([*prompt.ids, *ids[:-1]], len(prompt.ids), prompt.images)[len(prompt.ids) :]
+    expected = torch.log_softmax(logits.float(), -1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+    np.testing.assert_allclose(running.engine.probe(ids, behind_images=True), expected, atol=TOLERANCE)
 
 
 # verl-project/verl 6523, huggingface/trl 7198: what older weights had made of an image stayed in vLLM's cache.

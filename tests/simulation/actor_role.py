@@ -76,7 +76,7 @@ class FakeEngine:
             raise ViolationError("truth", f"a weight set mixes versions {held}")
         self._sampled_by = next(iter(held), self._sampled_by)
 
-    def probe(self, token_ids: Sequence[int]) -> Float32Array:
+    def probe(self, token_ids: Sequence[int], *, behind_images: bool = False) -> Float32Array:
         return np.zeros(len(token_ids) - 1, np.float32)
 
     def close(self) -> None: ...

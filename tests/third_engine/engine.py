@@ -48,7 +48,7 @@ class ParrotEngine:
     def load_weights(self, version: int, tensors: Mapping[str, RawTensor]) -> None:
         self.version = version
 
-    def probe(self, token_ids: Sequence[int]) -> Float32Array:
+    def probe(self, token_ids: Sequence[int], *, behind_images: bool = False) -> Float32Array:
         return np.zeros(len(token_ids) - 1, np.float32)
 
     def close(self) -> None: ...
