@@ -98,21 +98,18 @@ class TowerShape:
     layers: int
     width: int
     mlp: int
-    patch: int
-    """Numbers that a patch is made of."""
     deeper: int
     """Vectors that an image's place has for layers of the decoder, beside the one it begins with."""
 
     @classmethod
     def of(cls, vision: Mapping[str, Any], parameters: int) -> TowerShape:
         """vision: the `vision_config` of a config.json. Raises KeyError as `ModelShape.of`."""
-        width, side = int(vision["hidden_size"]), vision["patch_size"]
+        width = int(vision["hidden_size"])
         return cls(
             parameters=parameters,
             layers=int(vision.get("num_hidden_layers") or vision["depth"]),
             width=width,
             mlp=int(vision.get("intermediate_size") or 4 * width),
-            patch=3 * (math.prod(side) if isinstance(side, list) else side**2) * int(vision.get("temporal_patch_size") or 1),
             deeper=len(vision.get("deepstack_visual_indexes") or ()),
         )
 

@@ -273,7 +273,8 @@ class LearnerConfig(Section):
     epochs: int = Field(default=1, ge=1)
     """Passes over a batch."""
     micro_batch_tokens: int = Field(default=2048, ge=1)
-    """Padded tokens of one forward and backward pass; for completions of one prompt, in addition to the prompt."""
+    """Padded tokens of one forward and backward pass, with the patches of images where `train_vision` is on; for completions of
+    one prompt, in addition to the prompt."""
     row_tokens: int | None = Field(default=None, ge=1)
     """A limit of memory: tokens of a prompt with several of its completions in one pass."""
     publish_every: int = Field(default=1, ge=1)

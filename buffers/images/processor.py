@@ -9,6 +9,7 @@ in their order, and from no text: some families cut an image that stands alone i
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,6 +61,9 @@ class ImageProcessor:
         self.mark = str(self._processor.image_token)
         self._marks = {self.mark, str(self._tokenizer.convert_ids_to_tokens(self.place_id))}
         self.chat_template = getattr(self._processor, "chat_template", None) or self._tokenizer.chat_template
+        vision = config.vision_config.to_dict()
+        side, frames = vision["patch_size"], vision.get("temporal_patch_size") or 1
+        self._patch = 3 * frames * (math.prod(side) if isinstance(side, list | tuple) else side**2)
         self._cache: OrderedDict[tuple[str, ...], Arrays] = OrderedDict()
         self._expansion = lru_cache(_EXPANSIONS)(self._expanded)
 
@@ -112,6 +116,10 @@ class ImageProcessor:
             **variables,
         )
         return str(text)
+
+    def num_patches(self, images: tuple[str, ...]) -> int:
+        """The tokens of the tower for these images, those of padding included. Raises DamagedError."""
+        return int(self.inputs(images)["pixel_values"].size // self._patch)
 
     @cached_property
     def sample(self) -> tuple[list[int], tuple[str, ...]]:

@@ -24,7 +24,7 @@ from async_rlhf.buffers.errors import RecordError
 from async_rlhf.buffers.images.processor import FEATURES_BYTES, ImageProcessor
 from async_rlhf.buffers.images.store import ImageStore
 
-_PROMPTS = 256
+_PROMPTS, _COUNTED = 256, 1 << 16
 # Families whose tokens of one image see each other, also those behind them.
 _BIDIRECTIONAL = frozenset(("gemma3",))
 
@@ -69,6 +69,7 @@ class ImageTower:
         self.turns = hasattr(self._base, "get_rope_index")
         self.is_bidirectional = model.config.model_type in _BIDIRECTIONAL
         self._turn_of = lru_cache(_PROMPTS)(self._turn)  # which each completion of a prompt asks for
+        self.num_patches = lru_cache(_COUNTED)(processor.num_patches)
         self.num_read = 0  # prompts whose images went through the tower
 
     @classmethod

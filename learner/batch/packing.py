@@ -18,7 +18,7 @@ none    a row has one piece of one completion, and needs no mask.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -55,6 +55,15 @@ class Packing:
     """False evaluates the whole vocabulary, also where sampling was cut off."""
     recorded_references: bool = False
     """Log-probabilities under the reference come from the rollouts, which all have them."""
+    patches: Callable[[tuple[str, ...]], int] | None = None
+    """Tokens that a tower which learns holds for the images of a prompt; they count in a micro-batch, once. None for a frozen
+    tower: what it made of images is kept, and nothing of its pass."""
+
+    def of_images(self, rows: Sequence[BatchRow], beside: Sequence[BatchRow]) -> int:
+        """Patches of the images of these rows that no row beside them has."""
+        if self.patches is None:
+            return 0
+        return sum(map(self.patches, {row.group.images for row in rows} - {row.group.images for row in beside} - {()}))
 
     def room(self, row: BatchRow) -> float:
         """Tokens of several completions beside their prompt."""
@@ -151,22 +160,25 @@ def _filled(units: Sequence[list[BatchRow]], packing: Packing) -> list[list[Batc
     rooms: list[int] = []
     sized = [(sum(row.length for row in unit), unit) for unit in units]
     for size, unit in sorted(sized, key=lambda sized: -sized[0]):
-        at = next((at for at, room in enumerate(rooms) if size <= room), len(rooms))
+        sizes = (size + packing.of_images(unit, batch) for batch in batches)
+        at = next((at for at, (own, room) in enumerate(zip(sizes, rooms, strict=True)) if own <= room), len(rooms))
         if at == len(rooms):
             batches.append([])
             rooms.append(packing.micro_batch_tokens)
+        rooms[at] -= size + packing.of_images(unit, batches[at])
         batches[at] += unit
-        rooms[at] -= size
     return batches
 
 
 def _alike(units: Sequence[list[BatchRow]], packing: Packing) -> list[list[BatchRow]]:
     batches: list[list[BatchRow]] = []
-    packed, widest, count = False, 0, 0
+    packed, widest, count, patches = False, 0, 0, 0
     for (shares, longest, num_rows), unit in sorted(((_shape(unit), unit) for unit in units), key=_longest_first):
-        if not batches or (count + num_rows) * widest > packing.micro_batch_tokens or packed != shares:
+        more = packing.of_images(unit, batches[-1]) if batches else 0
+        if not batches or (count + num_rows) * widest + patches + more > packing.micro_batch_tokens or packed != shares:
             batches.append([])
-            packed, widest, count = shares, longest, 0
+            packed, widest, count, patches = shares, longest, 0, 0
+        patches += packing.of_images(unit, batches[-1])
         batches[-1] += unit
         count += num_rows
     return batches

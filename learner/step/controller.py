@@ -60,6 +60,7 @@ class Controller:
         self._of_machine: Mapping[str, Callable[..., Any]] = {
             "tensors": machine.tensors, "canary": machine.canary, "snapshot": machine.snapshot, "load": machine.load,
         }  # fmt: skip
+        images = machine.policy.images
         self._packing = Packing(
             config.micro_batch_tokens,
             machine.policy.sharing,
@@ -68,6 +69,7 @@ class Controller:
             whole_groups=spec.level == "pair",
             sampling_masks=spec.takes_ratios,
             recorded_references=loss.needs_reference and not machine.with_reference,
+            patches=images.num_patches if images and config.train_vision else None,
         )
 
     # -- rank 0: commands of the learner's loop ----------------------------------------------------------------------

@@ -145,6 +145,9 @@ class Drawn:
     def inputs(self, images: tuple[str, ...]) -> dict[str, Any]:
         return self.arrays
 
+    def num_patches(self, images: tuple[str, ...]) -> int:
+        return self.arrays["pixel_values"].size // (3 * 14 * 14)
+
 
 @pytest.mark.parametrize("trains", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize(("layers", "checkpointing"), [(6, False), (6, True), (2, False)])
@@ -171,9 +174,9 @@ def test_the_estimate_of_what_reads_images_is_what_a_tower_takes(layers: int, ch
         if trains:
             vectors.sum().backward()
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] - 4 * shape.parameters * (1 + trains)
-    load = ImageLoad(1, len(vectors), drawn.arrays["pixel_values"].size, 0)
+    load = ImageLoad(1, len(vectors), drawn.arrays["pixel_values"].size, read.num_patches(()), 0)
     assert shape.tower is not None
-    estimate = memory._tower(learner, shape.tower, 40 * 36) if trains else memory._reading(load, shape, 4)
+    estimate = memory._tower(learner, shape.tower, load.patches) if trains else memory._reading(load, shape, 4)
     assert estimate == pytest.approx(peak, rel=0.15)
 
 
@@ -194,7 +197,7 @@ def test_what_is_kept_of_images_is_what_there_is_of_it_at_most() -> None:
     shape = ModelShape.of(
         qwen3_4b(LAYERS, True).to_dict() | {"vision_config": {"hidden_size": 8, "patch_size": 2, "depth": 1}}, 4_000_000_000, 5
     )
-    one = ImageLoad(prompts=1, places=100, numbers=10_000, pixels=4_000)
+    one = ImageLoad(prompts=1, places=100, numbers=10_000, patches=900, pixels=4_000)
     many = replace(one, prompts=1_000_000)
     made = 4 * 100 * 2560
     assert memory._reading(many, shape, 4) - memory._reading(one, shape, 4) == FEATURES_BYTES - made

@@ -23,7 +23,7 @@ from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
 from async_rlhf.learner.model.check import check_policy
 from async_rlhf.learner.model.files import load_model
-from async_rlhf.learner.model.policy import Policy
+from async_rlhf.learner.model.policy import Policy, _places
 from async_rlhf.learner.step import controller
 from async_rlhf.learner.step.controller import Controller
 from tests import image_models
@@ -164,6 +164,27 @@ def test_the_tower_is_read_once_for_all_updates_unless_it_trains(learning: Calla
         assert all(same) if not trains else not all(same)
         sent = {name for name, _ in tower.model.named_parameters() if trains or name not in weights}
         assert set(backend.tensors()) == sent
+
+
+@pytest.mark.parametrize("sharing", ["blocks", "rows", "none"])
+def test_a_micro_batch_counts_the_patches_of_a_tower_that_learns_once(
+    learning: Callable[[str], Learning], sharing: Sharing
+) -> None:
+    own = learning("qwen3_vl")
+    a, b, _ = own.images
+    rows = make_rows([own.group(number, (a, b)[number % 2]) for number in range(6)], [[1.0, -1.0, 0.5]] * 6)
+    frozen, trained = (own.backend(train_vision=trains)._packing.patches for trains in (False, True))
+    assert frozen is None and trained is not None
+    patches = {images: trained(images) for images in ((a,), (b,))}
+    places = {row.group.images: row.group.prompt_ids.tolist().count(own.processor.place_id) for row in rows}
+    assert patches == {images: 4 * count for images, count in places.items()}  # four are merged into a place
+    limit = 200
+    cut = make_micro_batches(rows, Packing(limit, sharing, patches=trained))
+    assert len(cut) > len(make_micro_batches(rows, Packing(limit, sharing)))
+    for batch in cut:
+        read = {each.images for each in _places(batch)}
+        assert batch.ids_RL.numel() + sum(map(patches.__getitem__, read)) <= limit
+    assert any(len(_places(batch)) > len({each.images for each in _places(batch)}) for batch in cut)
 
 
 def test_a_step_with_a_reference_and_a_critic_learns_from_images(learning: Callable[[str], Learning]) -> None:

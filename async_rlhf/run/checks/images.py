@@ -53,6 +53,8 @@ class ImageLoad:
     places: int
     numbers: int
     """In the arrays that a tower takes for it, float32."""
+    patches: int
+    """Tokens of the tower."""
     pixels: int
     """Of its images decoded."""
 
@@ -69,7 +71,8 @@ def image_load(config: Config, rows: Sequence[Row], processor: ImageProcessor | 
     most = config.generation.max_prompt_length
     numbers = sum(each.size for each in processor.inputs(images).values())
     pixels = sum(math.prod(each.size) for each in processor.opened(images))
-    return ImageLoad(len(shown), most, numbers * most // places, pixels * most // places)
+    found = (numbers, processor.num_patches(images), pixels)
+    return ImageLoad(len(shown), most, *(each * most // places for each in found))
 
 
 def read_text(row: Row, template: Template, processor: ImageProcessor) -> str:

@@ -76,7 +76,7 @@ def learner(
     if images and shape.tower:
         parts["images"] = _reading(images, shape, 4) * (2 if reference else 1)
         if config.train_vision:
-            parts["images"] += _tower(config, shape.tower, tokens * images.numbers // images.places // shape.tower.patch)
+            parts["images"] += _tower(config, shape.tower, max(images.patches, config.micro_batch_tokens))
     return parts
 
 
@@ -84,7 +84,7 @@ def _reading(images: ImageLoad, shape: ModelShape, size: int) -> int:
     """Bytes of what a frozen tower has made of images, and of its pass over those of a prompt. size: bytes of a number."""
     assert shape.tower is not None
     one = size * images.places * shape.width * (1 + shape.tower.deeper)
-    of_pass = size * (images.numbers // shape.tower.patch) * (4 * shape.tower.width + 3 * shape.tower.mlp)
+    of_pass = size * images.patches * (4 * shape.tower.width + 3 * shape.tower.mlp)
     return max(one, min(FEATURES_BYTES, images.prompts * one)) + of_pass
 
 
