@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -79,9 +79,7 @@ def prepare(
         config, connections = connect(config)
     try:
         hosts, of_hosts = found_by(connections)
-        placement, _ = _startable(
-            config, inventory or inventory_of(config, hosts), [host.name for host in hosts], prepared.images
-        )
+        placement, _ = _startable(config, inventory or inventory_of(config, hosts), hosts, prepared.images)
         if resume:
             directory = _reopened(config, from_step)
         else:
@@ -118,26 +116,24 @@ def places(config: Config, images: ImageLoad | None) -> list[str]:
     try:
         hosts, of_hosts = found_by(connections)
         inventory = inventory_of(config, hosts)
-        placement, of_memory = _startable(config, inventory, [host.name for host in hosts], images)
+        placement, of_memory = _startable(config, inventory, hosts, images)
     finally:
         if connections is not None:
             connections.close()
     return [*of_hosts, *table(config, inventory, placement), *of_memory]
 
 
-def _startable(
-    config: Config, inventory: Inventory, hosts: Sequence[str], images: ImageLoad | None
-) -> tuple[Placement, list[str]]:
+def _startable(config: Config, inventory: Inventory, hosts: Inventory, images: ImageLoad | None) -> tuple[Placement, list[str]]:
     """The placement of a run that fits and can be started from here, and what it takes. hosts: that the launcher reaches.
 
     Raises ConfigError.
     """
     placement = placement_of(config, inventory)
     of_memory = check_memory(config, inventory, placement, images=images)
-    if elsewhere := sorted({slot.host for slot in placement.slots.values()} - {"", *hosts}):
+    if elsewhere := sorted({slot.host for slot in placement.slots.values()} - {"", *(host.name for host in hosts)}):
         raise ConfigError(
             f"[[placement.hosts]] places processes on {', '.join(elsewhere)}, but launch.kind = {config.launch.kind!r} reaches "
-            f"{', '.join(hosts) or 'this machine'} only; list reachable hosts, or none"
+            f"{', '.join(host.name for host in hosts) or 'this machine'} only; list reachable hosts, or none"
         )
     meeting_address(config, placement)
     anywhere = ("actor-", "scorer-", "relay-", "learner-rank-")

@@ -19,6 +19,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
+from io import BytesIO
 from pathlib import Path
 
 from PIL import Image
@@ -108,6 +109,10 @@ class ImageStore:
         if width * height > _MOST_SHOWN:
             raise _damaged(path, f"it is {width} x {height}, too large to be shown")
         return _thumbnail(path)
+
+    def small(self, digest: str) -> Image.Image:
+        """The image of `thumbnail`."""
+        return Image.open(BytesIO(self.thumbnail(digest)))
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import islice
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from async_rlhf.buffers.attention import FAMILIES, Reach, attention
+from async_rlhf.buffers.attention import FAMILIES, Reach, attention, max_length
 from async_rlhf.buffers.errors import ConfigError, RecordError
 from async_rlhf.buffers.images.tower import ImageTower, PromptPlace
 from async_rlhf.learner.batch.micro_batch import MicroBatch, PolicyInputs, attention_bias, attention_mask, digests
@@ -255,6 +256,10 @@ class Policy(nn.Module):
         if masks is None and not self.images.turns:  # where positions begin again transformers would begin another text
             return read
         return read | {"position_ids": positions, "attention_mask": masks}
+
+    def room(self, prompt: PromptPlace | None) -> int:
+        """The most tokens behind a prompt that the model can take, one less for engines, which add one."""
+        return (max_length(self.config) or sys.maxsize) - len(prompt.ids if prompt else ()) - 1
 
     def probe(self, ids: Tensor, prompt: PromptPlace | None = None) -> Tensor:
         """float32 [len(ids) - 1]: log-probability of each token of one plain text after its first, at temperature 1.

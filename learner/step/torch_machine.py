@@ -22,7 +22,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from async_rlhf.buffers.attention import max_length
 from async_rlhf.buffers.errors import DeadlineError, NonFiniteError
 from async_rlhf.buffers.images.tower import ImageTower, tower_parameters
 from async_rlhf.buffers.protocol.message import Canary
@@ -212,10 +211,8 @@ class Machine:
     def canary(self, ids: Sequence[int] = ()) -> Canary:
         """The beginning of a text, or without one any tokens, with the log-probabilities under the present weights in the dtype
         that engines serve, behind made-up images where prompts have some. Raises NonFiniteError when they are no numbers."""
-        images = self.policy.images
-        prompt = None if images is None else images.sample
-        longest = max_length(self.policy.config) if prompt else None
-        most = _PROBE_TOKENS if prompt is None or longest is None else min(_PROBE_TOKENS, longest - len(prompt.ids) - 1)
+        prompt = None if self.policy.images is None else self.policy.images.sample
+        most = min(_PROBE_TOKENS, self.policy.room(prompt))
         text = np.array(ids[:most], np.int64)
         if len(text) < 2:
             text = np.random.default_rng(0).integers(self.policy.vocabulary, size=min(most, _PROBE_TOKENS // 4))

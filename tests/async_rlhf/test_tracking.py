@@ -36,6 +36,7 @@ from async_rlhf.run.supervision import supervisor
 from async_rlhf.run.supervision.child import Child
 from async_rlhf.run.supervision.supervisor import Supervisor
 from async_rlhf.run.tracking import opened, to_tensorboard
+from tests import image_models
 from tests.async_rlhf.test_supervisor import Heard
 from tests.conftest import output_of, wait_for
 
@@ -281,6 +282,38 @@ def test_a_table_has_all_groups_of_its_step_also_those_that_come_later_and_each_
     assert [(step, len(rows), {*rows}) for step, rows in tables] == [
         (1, 32, {"1 0", "1 1"}), (25, 32, {"25 2", "25 3"}), (50, 20, {"50 4"}),
     ]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::pandas.errors.Pandas4Warning")  # its own affair
+@pytest.mark.parametrize("kind", ["tensorboard", "wandb", "mlflow"])
+def test_the_first_images_of_a_step_are_sent_small_and_those_that_are_gone_left_out(
+    kind: Any, supervised: Callable[..., Supervised], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    run = supervised("none").run
+    digests = [run.images.add(image_models.drawn(200, 100, seed)) for seed in range(10)]
+    run.images.path(digests[1]).unlink()
+    with run.samples.open("a") as file:
+        for number in range(0, 10, 2):
+            group = {"step": 1, "group": number, "images": digests[number : number + 2], "rollouts": [{"text": "a"}]}
+            file.write(json.dumps({**group, "prompt": "?"}) + "\n")
+    tracker = opened(kind, run, 1)
+    [*_UnsentLines(Reading(run)).send(tracker, _Sent(step=1), is_last=True)]
+    tracker.flush()
+    tracker.close()
+    places = {"tensorboard": "tensorboard/*", "wandb": "wandb/offline-run-*/files/media/images/**/*", "mlflow": "**/*.png"}
+    files = [file for file in (tmp_path if kind == "mlflow" else run.path).glob(places[kind]) if file.is_file()]
+    if kind == "tensorboard":
+        values = [v for file in files for event in EventFileLoader(str(file)).Load() for v in event.summary.value]
+        sent = {value.tag: (int(value.tensor.string_val[0]), int(value.tensor.string_val[1])) for value in values}
+        assert sent == {f"images/{number}": (96, 48) for number in range(1, 9)}
+    elif kind == "wandb":
+        assert len(files) == 8 and all(file.name.startswith("images_") for file in files)
+    else:
+        assert {file.stem for file in files} == {digests[0], *digests[2:9]}
 
 
 def test_what_cannot_be_sent_is_refused_with_the_reason(supervised: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,15 +17,16 @@ import json
 import math
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError
+from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError
 from async_rlhf.buffers.files import write_whole
+from async_rlhf.buffers.images.store import ImageStore
 from async_rlhf.launch.program import Node
 from async_rlhf.run.config import Config
 from async_rlhf.run.reading import Reading
@@ -38,8 +39,8 @@ _SEND_S = 2.0
 # A service's answer without an end fills no more than this of the machine.
 _MOST_MEMORY = 2 << 30
 _KEPT = 500  # lines after which it is written how far it is
-# Limits of a table: steps between groups, rows, and characters of a text.
-_SAMPLED_EVERY, _MOST_ROWS, _LONGEST = 25, 32, 4000
+# Limits of a table: steps between groups, rows, and characters of a text; and images of a step.
+_SAMPLED_EVERY, _MOST_ROWS, _LONGEST, _MOST_IMAGES = 25, 32, 4000, 8
 # Keys of a line that are not measurements.
 _NO_MEASURES = ("step", "time", "version", "num_prompts")
 
@@ -156,6 +157,8 @@ class _UnsentLines:
             of_step = [self._groups.pop(key) for key in list(self._groups) if key[0] == step]
             if rows := [row for each in of_step for row in _rows(each, each.get("rollouts"))]:
                 tracker.table("rollouts", step, _time(of_step[0]), rows[:_MOST_ROWS])
+            if shown := _thumbnails(self._reading.run.images, of_step):
+                tracker.images("images", step, _time(of_step[0]), shown)
             sent = sent.model_copy(update={"sampled": step})
         yield sent
 
@@ -184,6 +187,17 @@ def _rows(record: Mapping[str, Any], samples: Any) -> list[Row]:
         if isinstance(sample, Mapping)
     ]
     return rows[:_MOST_ROWS]
+
+
+def _thumbnails(store: ImageStore, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The first few images of the groups' prompts, by digest; those that are there."""
+    named = [digest for group in groups for digest in group.get("images") or ()]
+    found = dict[str, Any]()
+    for digest in dict.fromkeys(filter(lambda each: isinstance(each, str), named)):
+        if len(found) < _MOST_IMAGES:
+            with suppress(DamagedError):
+                found[digest] = store.small(digest)
+    return found
 
 
 def _text(value: Any) -> str:

@@ -47,6 +47,9 @@ class Tracker(Protocol):
     def table(self, name: str, step: int, at: float, rows: Sequence[Row]) -> None:
         """Rows with the same columns, one at least; ignored where a service has no tables."""
 
+    def images(self, name: str, step: int, at: float, shown: Mapping[str, Any]) -> None:
+        """Small images (Pillow's) by digest, one at least."""
+
     def flush(self) -> None: ...
 
     def close(self) -> None: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
@@ -42,6 +43,10 @@ class Service:
     def table(self, name: str, step: int, at: float, rows: Sequence[Row]) -> None:
         columns = {column: [row[column] for row in rows] for column in rows[0]}
         self._client.log_table(self._run, columns, f"{name}/step_{step:06d}.json")
+
+    def images(self, name: str, step: int, at: float, shown: Mapping[str, Any]) -> None:
+        for digest, image in shown.items():
+            self._client.log_image(self._run, image, artifact_file=f"{name}/step_{step:06d}/{digest}.png")
 
     def flush(self) -> None:
         """Nothing is held back."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from io import BytesIO
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -22,3 +24,12 @@ class Service:
 
     def table(self, name: str, step: int, at: float, rows: Sequence[Row]) -> None:
         """TensorBoard has no tables."""
+
+    def images(self, name: str, step: int, at: float, shown: Mapping[str, Any]) -> None:
+        """Numbered, so that it has as many rows of them as a step has images."""
+        values = []
+        for number, image in enumerate(shown.values(), 1):
+            image.save(file := BytesIO(), "PNG")
+            own = Summary.Image(height=image.height, width=image.width, colorspace=3, encoded_image_string=file.getvalue())
+            values.append(Summary.Value(tag=f"{name}/{number}", image=own))
+        self._writer.add_event(Event(step=step, wall_time=at, summary=Summary(value=values)))

@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
+from typing import Any
 
 import trackio
 
@@ -35,6 +36,10 @@ class Service:
 
     def table(self, name: str, step: int, at: float, rows: Sequence[Row]) -> None:
         self.log(step, at, {name: trackio.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])})
+
+    def images(self, name: str, step: int, at: float, shown: Mapping[str, Any]) -> None:
+        named = {f"{name}/{number}": each for number, each in enumerate(shown.items(), 1)}
+        self.log(step, at, {key: trackio.Image(image, caption=digest) for key, (digest, image) in named.items()})
 
     def flush(self) -> None:
         """Only `finish` waits for logged data. Later calls resume the run, in a thirtieth of a second."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import wandb
 
@@ -31,6 +32,9 @@ class Service:
 
     def table(self, name: str, step: int, at: float, rows: Sequence[Row]) -> None:
         self.log(step, at, {name: wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])})
+
+    def images(self, name: str, step: int, at: float, shown: Mapping[str, Any]) -> None:
+        self.log(step, at, {name: [wandb.Image(image, caption=digest) for digest, image in shown.items()]})
 
     def flush(self) -> None:
         """The library's own process writes the data."""
