@@ -33,6 +33,7 @@ from async_rlhf.actors.data.rows import epoch_of, load_rows
 from async_rlhf.actors.prompts import Row, prompt_number
 from async_rlhf.buffers.curriculum import Order
 from async_rlhf.buffers.files import write_whole
+from async_rlhf.buffers.images.processor import ImageProcessor
 from async_rlhf.buffers.images.store import ImageStore, scratch
 from async_rlhf.buffers.spool.stream import PromptStream
 from async_rlhf.run.run_files import read_object
@@ -49,7 +50,7 @@ class RunData:
     """The data of the run in this directory, by its configuration."""
 
     def __init__(self, run: Path, config: DataConfig) -> None:
-        self._directory, self._config = run / "data", config
+        self._directory, self._config, self._kept_images = run / "data", config, kept_images(run)
 
     @property
     def is_kept(self) -> bool:
@@ -73,7 +74,11 @@ class RunData:
     @property
     def images(self) -> ImageStore:
         """The images of its rows: where none are kept, those that this process has loaded."""
-        return ImageStore(self._directory / "images") if self._keeps_images else scratch()
+        return self._kept_images if self._keeps_images else scratch()
+
+    def image_processor(self, model: str) -> ImageProcessor | None:
+        """What prepares them for a model directory; None where there are none. Raises ConfigError."""
+        return ImageProcessor(Path(model), self.images) if self.has_images else None
 
     @property
     def has_images(self) -> bool:
@@ -135,7 +140,7 @@ class RunData:
     def keep(self, rows: Rows, dropped: int) -> None:
         """Write them, and their images, which this process has loaded. dropped: how many are left out. Raises OSError."""
         self._directory.mkdir(exist_ok=True)
-        keep_images(chain(*rows), ImageStore(self._directory / "images"))
+        keep_images(chain(*rows), self._kept_images)
         for name, each in zip(_FILES, rows, strict=True):
             write_whole(self._directory / name, *written(each))
         counts = {"training": len(rows[0]), "held_out": len(rows[1]), "dropped": dropped}
@@ -148,6 +153,11 @@ class RunData:
     @property
     def _summary(self) -> dict[str, Any]:
         return read_object(self._directory / _SUMMARY)
+
+
+def kept_images(run: Path) -> ImageStore:
+    """Those of the run in this directory."""
+    return ImageStore(run / "data" / "images")
 
 
 def keep_images(rows: Iterable[Row], images: ImageStore) -> None:

@@ -34,7 +34,6 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from async_rlhf.buffers.config import REVEALED
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, DamagedError
 from async_rlhf.buffers.files import RUN, write_whole
-from async_rlhf.buffers.images.store import ImageStore
 from async_rlhf.buffers.parsing import toml_table
 from async_rlhf.buffers.spool.claims import has_claimed
 from async_rlhf.launch.local import LocalLauncher
@@ -47,7 +46,7 @@ from async_rlhf.run.config import Config
 from async_rlhf.run.config_keys import known
 from async_rlhf.run.loading import differences, dump, validated
 from async_rlhf.run.manifest import RecordedBits, continued, manifest
-from async_rlhf.run.run_data import Rows, RunData
+from async_rlhf.run.run_data import Rows, RunData, kept_images
 from async_rlhf.run.run_files import read_lines, read_object, read_small
 
 _SHOWN = 5
@@ -106,7 +105,7 @@ class RunDir:
         self.ledger = path / "ledger.json"
         self.evaluations = path / "evaluations.jsonl"
         self.events = path / "events.jsonl"
-        self.images = ImageStore(path / "data" / "images")
+        self.images = kept_images(path)
         self.restarts = path / "restarts.json"
         self.lock_file = path / "lock"
         self.config_file, self._manifest = path / "config.toml", path / "manifest.json"

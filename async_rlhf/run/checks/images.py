@@ -11,9 +11,10 @@ from async_rlhf.actors.data.tokens import PromptLengths
 from async_rlhf.actors.prompts import Row, Template
 from async_rlhf.buffers.errors import ConfigError
 from async_rlhf.buffers.images.processor import ImageProcessor
-from async_rlhf.buffers.images.store import ImageStore, scratch
+from async_rlhf.buffers.images.store import scratch
 from async_rlhf.buffers.model_directory import model_type
 from async_rlhf.run.config import Config
+from async_rlhf.run.run_data import kept_images
 
 
 def check_reading(config: Config) -> None:
@@ -40,8 +41,8 @@ def processor_of(config: Config, rows: Sequence[Row]) -> ImageProcessor | None:
     if first is None and not config.data.images:
         return None
     here = scratch()  # unless a run keeps them, which is resumed
-    kept = ImageStore(config.run_dir / "data" / "images")
-    return ImageProcessor(Path(config.model), kept if first is not None and first not in here else here)
+    is_kept = first is not None and first not in here
+    return ImageProcessor(Path(config.model), kept_images(config.run_dir) if is_kept else here)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from async_rlhf.actors.loop.context import Environments
-    from async_rlhf.buffers.images.processor import ImageProcessor
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ def run_evaluation(
     tokenizer = from_pretrained(AutoTokenizer, Path(model))
     asked = config.evaluation
     data = RunData(run.path, config.data)
-    images = processor_of(model, data)
+    images = data.image_processor(model)
     scoring = ScoringPool[RolloutKey](
         reward_specs(config), config.scoring, by_source=config.rewards.by_source, images=data.images.directory
     )
@@ -118,15 +117,6 @@ def environments_of(
                 max_length=config.generation.longest_completion,
             )
         yield Environments(environments.pop("", None), environments)
-
-
-def processor_of(model: str, data: RunData) -> ImageProcessor | None:
-    """What prepares the images of rows, for a model directory; None where none has any. Raises ConfigError."""
-    if not data.has_images:
-        return None
-    from async_rlhf.buffers.images.processor import ImageProcessor
-
-    return ImageProcessor(Path(model), data.images)
 
 
 def evaluated_rows(run: RunDir, config: Config) -> tuple[list[Row], Template]:

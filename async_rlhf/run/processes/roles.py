@@ -38,7 +38,7 @@ from async_rlhf.run.config import Config
 from async_rlhf.run.hosts.placement import with_threads
 from async_rlhf.run.loading import parse_settings
 from async_rlhf.run.processes.agreement import schema, shared
-from async_rlhf.run.processes.evaluation import environments_of, import_models, processor_of, run_evaluation
+from async_rlhf.run.processes.evaluation import environments_of, import_models, run_evaluation
 from async_rlhf.run.processes.learner import backend_of, make_trainer, run_rank
 from async_rlhf.run.processes.tracking import run_tracker
 from async_rlhf.run.run_data import RunData
@@ -151,7 +151,7 @@ def run_actor(
     data = RunData(run.path, config.data)
     rows = data.epoch()
     tokenizer = from_pretrained(AutoTokenizer, Path(config.model))
-    images = processor_of(config.model, data)
+    images = data.image_processor(config.model)
     engine = load_engine(config.model, config.served_engine, on_update=config.generation.on_update, images=images)
     check_room(engine, longest_prompt(config)[0], config.generation.longest_completion)
     client = _actor_client(config, data, address, name, engine.bits)
