@@ -23,7 +23,7 @@ from async_rlhf.buffers.images.store import ImageStore
 from async_rlhf.buffers.images.tower import ImageTower, tower_parameters
 from async_rlhf.buffers.sampling import Sampling
 from async_rlhf.learner.config import LearnerConfig, LossConfig
-from async_rlhf.learner.step.controller import make_backend
+from async_rlhf.learner.step.controller import Controller, make_backend
 from async_rlhf.learner.step.torch_machine import raw
 from tests import image_models
 from tests.actors.torch_models import finished
@@ -208,6 +208,24 @@ def test_the_canary_finds_a_tower_of_other_weights(served: Callable[[str], Serve
     np.testing.assert_array_equal(engine.probe(canary.ids), text)
     with pytest.raises(EngineError, match="a probe has images, and this engine was started without their store"):
         own.engine(tower=None).probe(canary.ids, behind_images=True)
+
+
+@pytest.mark.parametrize("family", ["idefics3", "smolvlm", "qwen3_vl"])
+def test_adapters_alone_leave_the_tower_and_are_added_behind_images(served: Callable[[str], Served], family: str) -> None:
+    own = served(family)
+    config = LearnerConfig.model_validate({"lora": {"rank": 2, "publish": "adapter"}})
+    backend = make_backend(own.directory, config, LossConfig(), images=own.store.directory)
+    assert isinstance(backend, Controller)
+    engine = load_engine(str(own.directory), TorchEngineConfig(slots=2), images=own.processor)
+    before, read = backend.canary(range(5, 25)), engine.tower.num_read
+    with torch.no_grad():
+        for name, p in backend.machine.policy.model.named_parameters():
+            p += 0.1 * (".lora_" in name)
+    canary = backend.canary(range(5, 25))
+    assert np.abs(np.array(canary.logprobs) - np.array(before.logprobs)).max() > 0.01
+    engine.load_weights(1, backend.tensors())
+    np.testing.assert_allclose(engine.probe(canary.ids, behind_images=True), canary.logprobs, atol=1e-4)
+    assert engine.tower.num_read == read
 
 
 def test_an_engine_without_the_store_refuses_images(served: Callable[[str], Served]) -> None:

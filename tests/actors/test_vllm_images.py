@@ -13,6 +13,7 @@ import torch
 
 from async_rlhf.actors.engine import Request
 from async_rlhf.actors.served_model.reading import check_behind_images
+from async_rlhf.actors.served_model.weights import Base
 from async_rlhf.actors.vllm_engine.settings import VLLMEngineConfig
 from async_rlhf.buffers.errors import ConfigError, EngineError
 from async_rlhf.buffers.images.tower import ImageTower, tower_parameters
@@ -124,6 +125,22 @@ def test_a_set_without_the_tower_leaves_it_as_it_is(running: Running) -> None:
     for factor in (1.05, 1 / 1.05):
         running.publish(factor, tower)
         running.check(own.request(0, 0, a), own.request(1, 0, b), own.request(2, 0, b, a), own.request(3, 0))
+
+
+def test_adapters_alone_leave_the_tower_as_it_is(running: Running) -> None:
+    own, named = running.own, dict(running.own.model.named_parameters())
+    name = next(name for name in named if name.endswith("self_attn.o_proj.weight"))
+    if name not in Base(own.directory).names:
+        pytest.skip("its files have other names, and adapters alone are refused before a run")
+    weight = named[name]
+    a, b = torch.randn(2, weight.shape[1]), 0.05 * torch.randn(weight.shape[0], 2)
+    with torch.no_grad():
+        weight += b @ a
+    running.engine.load_weights(running.engine.version + 1, {f"{name}.lora_A": raw(a), f"{name}.lora_B": raw(b)})
+    running.check(own.request(0, 0, own.images[0]), own.request(2, 0, own.images[1], own.images[0]), own.request(3, 0))
+    with torch.no_grad():
+        weight -= b @ a
+    running.publish(1.0)
 
 
 def test_a_prompt_with_other_places_than_vllm_fills_is_refused(running: Running) -> None:

@@ -19,6 +19,7 @@ from async_rlhf.run.checks.prompts import check_reading
 from async_rlhf.run.checks.subject import Subject
 from async_rlhf.run.loading import load
 from async_rlhf.run.run_dir import RunDir
+from tests import image_models
 from tests.async_rlhf.test_synchronous import NUM_STEPS, drawn_kills, measured, trained
 from tests.conftest import QUICK, SPELLER, Start, Training, assert_whole, output_of, sets
 
@@ -78,6 +79,16 @@ def changed_model(tmp_path: Path, *without: str, template: str | None = None) ->
 def test_a_model_directory_that_cannot_prepare_images_is_refused_before_the_run(tmp_path: Path) -> None:
     model = changed_model(tmp_path, "preprocessor_config.json", "processor_config.json")
     assert "has no preprocessor_config.json, by which images are prepared" in told(tmp_path, model=model)
+
+
+@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "gemma3"])
+def test_adapters_alone_that_find_no_weights_in_the_files_are_refused_before_the_run(family: str, tmp_path: Path) -> None:
+    image_models.make(family, tmp_path / "model")
+    own = {"model": str(tmp_path / "model"), "generation.max_prompt_length": 400, "output_dir": str(tmp_path / "runs")}
+    arguments = sets({**FEW, **own, "learner.lora.rank": 2, "learner.lora.publish": "adapter"})
+    printed = " ".join(output_of(0 if family == "idefics3" else CONFIGURATION, "check", SHAPES, *arguments).split())
+    told = "have no tensor 'model.language_model.layers.0.self_attn.q_proj.weight', to which engines would add its adapter"
+    assert (told in printed) == (family != "idefics3"), printed
 
 
 def test_a_template_without_places_is_refused_before_the_run(tmp_path: Path) -> None:

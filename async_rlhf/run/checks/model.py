@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -120,10 +120,13 @@ def check_adapters(config: Config) -> None:
     if not lora.rank:
         return
     described = _described(Path(config.model))
-    if any("expert" in key for key in described):  # which peft looks for by names of its own
+    alone = lora.publish == "adapter" and prepares_images(Path(config.model))
+    if alone or any("expert" in key for key in described):  # which peft looks for by names of its own
         from async_rlhf.learner.model.lora import check_targets
 
-        check_targets(Path(config.model), lora)
+        places = check_targets(Path(config.model), lora)
+        if alone:
+            _check_base(config, places)
         return
     if lora.targets == ("all-linear",):
         return
@@ -148,6 +151,16 @@ def check_adapters(config: Config) -> None:
                 f"learner.lora.targets names {target!r}, which is no layer of the model; choose among {', '.join(usual)}, or "
                 "'all-linear' alone"
             )
+
+
+def _check_base(config: Config, places: Sequence[str]) -> None:
+    """Raises ConfigError where files name a layer otherwise than the model's classes do: adapters would find nothing."""
+    names = {name for path in Path(config.model).glob("*.safetensors") for name in tensor_shapes(path)}
+    if missing := next((place for place in places if f"{place}.weight" not in names), None):
+        raise ConfigError(
+            f"learner.lora.publish = 'adapter': the files of model = {config.model!r} have no tensor '{missing}.weight', to "
+            "which engines would add its adapter; set learner.lora.publish = 'merged'"
+        )
 
 
 def _is_tied(config: Config, described: dict[str, Any]) -> bool:
