@@ -62,7 +62,7 @@ class ImageProcessor:
         self._marks = {self.mark, str(self._tokenizer.convert_ids_to_tokens(self.place_id))}
         self.chat_template = getattr(self._processor, "chat_template", None) or self._tokenizer.chat_template
         vision = config.vision_config.to_dict()
-        side, frames = vision["patch_size"], vision.get("temporal_patch_size") or 1
+        side, frames = vision.get("patch_size", 0), vision.get("temporal_patch_size") or 1
         self._patch = 3 * frames * (math.prod(side) if isinstance(side, list | tuple) else side**2)
         self._cache: OrderedDict[tuple[str, ...], Arrays] = OrderedDict()
         self._expansion = lru_cache(_EXPANSIONS)(self._expanded)
@@ -118,8 +118,14 @@ class ImageProcessor:
         return str(text)
 
     def num_patches(self, images: tuple[str, ...]) -> int:
-        """The tokens of the tower for these images, those of padding included. Raises DamagedError."""
-        return int(self.inputs(images)["pixel_values"].size // self._patch)
+        """The tokens of the tower for these images, with those of padding. Raises ConfigError for a family that does not say
+        how it cuts images, DamagedError."""
+        pixels = self.inputs(images).get("pixel_values")
+        if pixels is None or not self._patch:
+            raise ConfigError(
+                f"how model = {str(self._directory)!r} cuts images is not known: set learner.train_vision = false"
+            )
+        return int(pixels.size // self._patch)
 
     @cached_property
     def sample(self) -> tuple[list[int], tuple[str, ...]]:

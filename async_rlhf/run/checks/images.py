@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -72,8 +73,10 @@ def image_load(config: Config, rows: Sequence[Row], processor: ImageProcessor | 
     most = config.generation.max_prompt_length
     numbers = sum(each.size for each in processor.inputs(images).values())
     pixels = sum(math.prod(each.size) for each in processor.opened(images))
-    found = (numbers, processor.num_patches(images), pixels)
-    return ImageLoad(len(shown), most, *(each * most // places for each in found))
+    patches = 0
+    with suppress(ConfigError):  # of such a family nothing is estimated
+        patches = processor.num_patches(images)
+    return ImageLoad(len(shown), most, *(each * most // places for each in (numbers, patches, pixels)))
 
 
 def read_text(row: Row, template: Template, processor: ImageProcessor) -> str:
