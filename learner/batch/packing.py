@@ -63,7 +63,8 @@ class Packing:
         """Patches of the images of these rows that no row beside them has."""
         if self.patches is None:
             return 0
-        return sum(map(self.patches, {row.group.images for row in rows} - {row.group.images for row in beside} - {()}))
+        read, known = ({images for row in each for images in row.images} for each in (rows, beside))
+        return sum(map(self.patches, read - known))
 
     def room(self, row: BatchRow) -> float:
         """Tokens of several completions beside their prompt."""

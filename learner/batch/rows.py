@@ -46,6 +46,11 @@ class BatchRow:
         return len(self.group.prompt_ids) + sum(member.rollout.num_read for member in self.members)
 
     @property
+    def images(self) -> set[tuple[str, ...]]:
+        """Those of the prompt together, and those that a piece begins with."""
+        return {self.group.images, *(images for member in self.members for images in member.rollout.images)} - {()}
+
+    @property
     def lengths(self) -> list[int]:
         """Lengths of the prompt with the first piece of its only completion, and of each further piece."""
         (member,) = self.members

@@ -122,8 +122,10 @@ class SourceSession:
         """Step `step` was made from these groups."""
         for group in groups[:1]:
             longest = max(group.rollouts, key=lambda rollout: rollout.num_tokens)
-            prompt = [] if group.images else group.prompt_ids.tolist()  # places without their images are no text
-            self._text = [*prompt, *longest.completion_ids.tolist()]
+            if group.images or longest.images:  # places without their images are no text
+                self._text = longest.sampled_ids.tolist()
+            else:
+                self._text = [*group.prompt_ids.tolist(), *longest.completion_ids.tolist()]
         self._inform(lambda: self._source.trained(step))
         self.broadcast_s = 0.0 if self._publication is None else self._publication.blocked_s
         self._publication = None

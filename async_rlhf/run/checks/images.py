@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -62,21 +63,26 @@ class ImageLoad:
 
 
 def image_load(config: Config, rows: Sequence[Row], processor: ImageProcessor | None) -> ImageLoad | None:
-    """None where no row has images. Raises ConfigError as `ImageProcessor.encode`, DamagedError."""
-    shown = [row for row in rows if row.images]
-    if processor is None or not shown:
+    """None where no row has images and none may come; where some may, there is no limit to them. Raises ConfigError as
+    `ImageProcessor.encode`, DamagedError."""
+    if processor is None:
         return None
-    template, images = config.data.row_template, shown[0].images
-    said = template.said(shown[0])
-    assert not isinstance(said, str)
-    places = max(1, processor.encode(said, template.variables).ids.count(processor.place_id))
+    shown = [row for row in rows if row.images]
+    ids, images = processor.sample
+    if shown:
+        template, images = config.data.row_template, shown[0].images
+        said = template.said(shown[0])
+        assert not isinstance(said, str)
+        ids = processor.encode(said, template.variables).ids
+    places = max(1, ids.count(processor.place_id))
     most = config.generation.max_prompt_length
     numbers = sum(each.size for each in processor.inputs(images).values())
     pixels = sum(math.prod(each.size) for each in processor.opened(images))
     patches = 0
     with suppress(ConfigError):  # of such a family nothing is estimated
         patches = processor.num_patches(images)
-    return ImageLoad(len(shown), most, *(each * most // places for each in (numbers, patches, pixels)))
+    prompts = sys.maxsize if config.data.images else len(shown)
+    return ImageLoad(prompts, most, *(each * most // places for each in (numbers, patches, pixels)))
 
 
 def read_text(row: Row, template: Template, processor: ImageProcessor) -> str:

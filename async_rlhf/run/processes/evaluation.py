@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from async_rlhf.actors.loop.context import Environments
+    from async_rlhf.buffers.images.processor import ImageProcessor
 
 _log = logging.getLogger(__name__)
 
