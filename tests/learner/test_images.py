@@ -171,7 +171,7 @@ def test_a_micro_batch_counts_the_patches_of_a_tower_that_learns_once(
     learning: Callable[[str], Learning], sharing: Sharing
 ) -> None:
     own = learning("qwen3_vl")
-    a, b, _ = own.images
+    a, b, c = own.images
     rows = make_rows([own.group(number, (a, b)[number % 2]) for number in range(6)], [[1.0, -1.0, 0.5]] * 6)
     frozen, trained = (own.backend(train_vision=trains)._packing.patches for trains in (False, True))
     assert frozen is None and trained is not None
@@ -185,6 +185,8 @@ def test_a_micro_batch_counts_the_patches_of_a_tower_that_learns_once(
         read = {each.images for each in _places(batch)}
         assert batch.ids_RL.numel() + sum(map(patches.__getitem__, read)) <= limit
     assert any(len(_places(batch)) > len({each.images for each in _places(batch)}) for batch in cut)
+    later, read = make_rows([own.episodes(6)], [[1.0] * 4]), {(a, b), (a, b, c), (b, c), (b, c, b), (c,)}
+    assert Packing(limit, sharing, patches=trained).of_images(later, rows) == sum(map(trained, read)), "and (a,), as rows have"
 
 
 def test_a_step_with_a_reference_and_a_critic_learns_from_images(learning: Callable[[str], Learning]) -> None:
