@@ -126,7 +126,8 @@ class WeightsConfig(Section):
 
     transport: Literal["auto", "chunks", "device"] = "auto"
     """`auto`: in sealed memory that the processes of one machine share, else sent; `chunks`: always sent; `device`: broadcast
-    by torch.distributed (on the CPUs of one machine), and as with `auto` to engines that miss it."""
+    by torch.distributed (on one machine, all on CPUs or each on a CUDA device of its own), and as with `auto` to engines that
+    miss it or share the learner's device."""
     device_timeout_s: float = Field(default=30.0, gt=0, le=3600)
     """`device`: seconds that a broadcast may take; then it is given up, the engines fetch the set, and the next broadcast is
     without the engine that hangs."""

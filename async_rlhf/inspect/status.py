@@ -32,6 +32,7 @@ _MOST_CHANGES = 10
 _LAST_STATES = ("finished", "drained")  # the last states that a hub writes
 _ACTOR = "version {version:.0f}, {groups:.0f} groups, last message {silent_s:.1f} s ago"
 _BEHIND = "; not version {behind_version} for {behind_s:.1f} s: {behind_because}"
+_OUT = "; broadcasts of weights no longer serve it: {no_broadcasts}"
 _CURRICULUM = (
     "{places:,.0f} prompts, {new:,.0f} not used yet, {hard:,.0f} hard, {retired:,.0f} retired; mean pass rate {pass_rate:.2f}"
 )
@@ -50,6 +51,7 @@ class _HubStatus(_ShownShape):
     ledger: dict[str, int | bool] = {}
     actors: dict[str, dict[str, float | str]] = {}
     refused: dict[str, int] = {}
+    weights: dict[str, int] = {}
     spool: dict[str, int | bool | str] | None = None
     curriculum: dict[str, float] | None = None
 
@@ -110,6 +112,7 @@ def read(reading: Reading) -> dict[str, Any]:
         "used_up": done,
         "ended": None if end is None else end.model_dump(),
         "hub": hub,
+        "no_broadcasts": config.no_broadcasts,
         "scorer": scorer,
         "bits": None if (bits := run.bits()) is None else bits._asdict(),
         "restarts": tried(run.read_restarts, {}),
@@ -133,9 +136,14 @@ def lines(run: RunDir, state: dict[str, Any]) -> list[str]:
         lines.append(f"bits of completions: {bits['obstacle'] and 'not promised: '}{bits['obstacle'] or 'promised'}")
     for name, actor in hub.get("actors", {}).items() if alive else ():
         behind = _sentence(actor, _BEHIND.format_map) if "behind_because" in actor else ""
-        lines.append(f"{name}: {_sentence(actor, _ACTOR.format_map)}{behind}")
+        out = _sentence(actor, _OUT.format_map) if "no_broadcasts" in actor else ""
+        lines.append(f"{name}: {_sentence(actor, _ACTOR.format_map)}{behind}{out}")
+    if alive and state["no_broadcasts"]:
+        lines.append(f"weights are not broadcast: {state['no_broadcasts']}")
     restarts = dict(sorted(state["restarts"].items()))
     refused = dict(sorted(hub.get("refused", {}).items(), key=lambda item: -item[1]))
+    spoilt = {name: hub.get("weights", {}).get(f"broadcasts_{name}", 0) for name in ("failed", "refused")}
+    lines += _listed("broadcasts of weights", spoilt if any(spoilt.values()) else {}, "{1} {0}")
     lines += _listed("scorer", state["scorer"], "{0} {1}")
     lines += _listed("started again", restarts, "{0} {1}")
     if alive and hub.get("waiting_for"):

@@ -166,6 +166,17 @@ class Config(Section):
         return self.engine.bits_obstacle
 
     @property
+    def broadcasts(self) -> bool:
+        """Whether weights are broadcast; where learner and engines share devices, `weights.transport = "device"` is `auto`."""
+        return self.weights.transport == "device" and not self.no_broadcasts
+
+    @property
+    def no_broadcasts(self) -> str:
+        """Why weights cannot be broadcast as they are asked to be; empty where nothing speaks against it."""
+        shared = self.weights.transport == "device" and self.engine.device == "cuda" and self.placement.colocates
+        return "learner and engines share devices, and nccl takes one process a device" if shared else ""
+
+    @property
     def served_engine(self) -> EngineConfig:
         """The engine's settings with what follows from others."""
         share = self.placement.actor_share if self.placement.colocates else None

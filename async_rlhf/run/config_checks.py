@@ -84,8 +84,13 @@ def _check_device_channel(config: Config) -> None:
     weights = config.weights
     if weights.transport != "device":
         return
+    if {config.engine.device, config.learner.device} not in ({"cpu"}, {"cuda"}):
+        raise ConfigError(
+            f"weights.transport = 'device' with engine.device = {config.engine.device!r} and learner.device = "
+            f"{config.learner.device!r}: it serves those that are all on 'cpu', or all on 'cuda'. Set them so, or "
+            "weights.transport = 'auto'"
+        )
     served = {
-        "engine.device": (config.engine.device, "cpu"), "learner.device": (config.learner.device, "cpu"),
         "launch.kind": (config.launch.kind, "local"),
         "placement.hosts": ([host.name for host in config.placement.hosts[1:]], []),
     }  # fmt: skip

@@ -37,39 +37,53 @@ _PIECE_BYTES = 1 << 21  # taken at a time, so that intermediate results stay in 
 
 
 class SetDigest:
-    """The digests of a set's tensors, taken while its bytes come: `flat`, uint8 [n] on any device, are all of them in the order
-    of `specs`. specs: with the digests of the tensors that have come whole."""
+    """The digests of a set's tensors, taken while its bytes come, in the order of `specs`. specs: with the digests of the
+    tensors that have come whole."""
 
-    def __init__(self, specs: Sequence[TensorSpec], flat: Tensor) -> None:
-        self._flat, self._coming = flat, iter(specs)
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self._coming = iter(specs)
         self.specs: list[TensorSpec] = []
-        self._start = self._done = self._end = 0
-        self._values = [0, 0]
         self._begin()
-        self.advance(0)
 
-    def advance(self, front: int) -> None:
-        """The first `front` bytes have come."""
-        while self._spec is not None:
-            stop = min(self._end, front)
-            if stop < self._end:
-                stop -= (stop - self._start) % _WORD_BYTES
-            for piece in torch.split(self._flat[self._done : max(self._done, stop)], _PIECE_BYTES):
-                self._add(_words(piece))
-            self._done = max(self._done, stop)
-            if self._done < self._end:
-                return
-            digest = "".join(f"{value:016x}" for value in self._values)
-            self.specs.append(self._spec.model_copy(update={"digest": digest}))
-            self._begin()
+    def add(self, data: Tensor) -> None:
+        """uint8 [n] on any device: the bytes that come next, which may change afterwards."""
+        while len(data) and self._spec is not None:
+            part, data = data[: self._left], data[self._left :]
+            self._left -= len(part)
+            self._take(part)
+            if not self._left:
+                self._end(self._spec)
+                self._begin()
 
     def _begin(self) -> None:
-        """Set the next tensor's range of bytes, the bytes taken of it and its two partial digests."""
-        self._spec = next(self._coming, None)
-        self._start = self._done = self._end
-        if self._spec is not None:
-            length = num_bytes(self._spec.dtype, self._spec.shape)
-            self._end, self._values = self._start + length, [length, length]
+        """Set of the next tensor that has bytes the two partial digests, how many are to come, and those of a word begun."""
+        self._begun: Tensor | None = None
+        while (spec := next(self._coming, None)) is not None:
+            self._left = num_bytes(spec.dtype, spec.shape)
+            self._values = [self._left, self._left]
+            if self._left:
+                break
+            self._end(spec)
+        self._spec = spec
+
+    def _end(self, spec: TensorSpec) -> None:
+        digest = "".join(f"{value:016x}" for value in self._values)
+        self.specs.append(spec.model_copy(update={"digest": digest}))
+
+    def _take(self, part: Tensor) -> None:
+        """The next bytes of the tensor; a word that they do not end is taken with those that follow."""
+        if self._begun is not None:
+            missing = _WORD_BYTES - len(self._begun)
+            self._begun, part = torch.cat((self._begun, part[:missing])), part[missing:]
+            if len(self._begun) < _WORD_BYTES and self._left:
+                return
+            self._add(_words(self._begun))
+            self._begun = None
+        whole = len(part) - len(part) % _WORD_BYTES if self._left else len(part)
+        for piece in torch.split(part[:whole], _PIECE_BYTES):
+            self._add(_words(piece))
+        if whole < len(part):
+            self._begun = part[whole:].clone()
 
     def _add(self, words: Tensor) -> None:
         for index, (base, each) in enumerate(((R, words), (S, words >> 32))):

@@ -105,7 +105,8 @@ class ActorSessions:
             _log.warning("%s made no progress with group %d for %.0f s: it goes to others", name, number, timeout_s)
 
     def status(self, now: float) -> dict[str, Any]:
-        """The telemetry, version and groups of each actor, by name, and why it does not serve its target version."""
+        """The telemetry, version and groups of each actor, by name, why it does not serve its target version, and why it takes
+        no part in broadcasts any more."""
         return {
             name: {
                 **actor.telemetry,
@@ -114,6 +115,7 @@ class ActorSessions:
                 "groups": len(actor.leases),
                 "silent_s": round(now - actor.last_seen, 3),
                 **self._weight_server.behind(name, self._admission, now),
+                **({"no_broadcasts": actor.device.out} if actor.device and actor.device.out else {}),
             }
             for name, actor in self._fleet.actors.items()
         }

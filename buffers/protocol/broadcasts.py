@@ -20,6 +20,8 @@ class EngineDevice(MessageBase):
     """Fence and version of the newest set that came whole."""
     num_refused: Count = 0
     """Sets that came and were not adopted, because their digests differ."""
+    out: Annotated[str, Field(max_length=200)] = ""
+    """Why it takes no part any more; empty: it does."""
 
 
 class Gather(OfSet):

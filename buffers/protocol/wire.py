@@ -23,7 +23,7 @@ from async_rlhf.buffers.protocol.message import Amount, Canary, Count, DeltaSpec
 from async_rlhf.buffers.record import FinishReason
 from async_rlhf.buffers.sampling import Sampling
 
-PROTOCOL = 18
+PROTOCOL = 19
 MAX_FRAME_BYTES, MAX_HEADER_BYTES = message.MAX_FRAME_BYTES, message.MAX_HEADER_BYTES
 Frames = message.Frames
 

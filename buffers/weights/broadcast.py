@@ -93,7 +93,7 @@ class Broadcasts:
         """The answer to the learner. Raises RefusedError for a version that may not come."""
         admission.check_version(message.version)
         actors = _actors(admission)
-        states = {member: actor.device for member, actor in actors.items() if actor.device is not None}
+        states = {member: actor.device for member, actor in actors.items() if actor.device and not actor.device.out}
         before, epoch = self.membership.epoch, self.membership.gather(message.fence, states)
         self.counters["epochs"] += epoch is not before
         learner, *others = (

@@ -1,8 +1,8 @@
 """An engine's half of the device channel: the newest set that came by a broadcast, until the hub orders that it is adopted.
 
 No torch. What receives is a `SetReceiver`, this engine's part in one epoch (see `broadcast`); one that fails, or takes longer
-than a broadcast may, is left, as the next beat reports. Nothing that came is given out by its name alone: the digest that was
-taken here is compared with the one that the hub has from the learner.
+than a broadcast may, is left, as the next beat reports; after three in a row the engine takes part no more. Nothing that came
+is given out by its name alone: the digest that was taken here is compared with the one that the hub has from the learner.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from async_rlhf.buffers.weights.weight_set import WeightSet
 
 _log = logging.getLogger(__name__)
 _MAX_LOST = 3
-"""Seats lost in a row before a set came: the engine cannot be reached, and would keep the others waiting."""
+"""Seats lost in a row before a set was adopted: after them the engine takes part no more, for it keeps others waiting, up to
+the deadline at every version."""
 _NOTHING = (0, -1)
 
 Target = tuple[int, int]
@@ -54,8 +55,8 @@ class Standby:
         self._set: WeightSet | None = None
         self._outcomes: SimpleQueue[tuple[tuple[int, int], WeightSet | None]] = SimpleQueue()
 
-    def look(self) -> EngineDevice | None:
-        """The report for the hub; None when this engine takes no part any more."""
+    def look(self) -> EngineDevice:
+        """The report for the hub."""
         while not self._outcomes.empty():
             epoch, weights = self._outcomes.get()
             if self._seat is None or epoch != self._state.epoch_id:
@@ -64,16 +65,16 @@ class Standby:
                 self._lose("the broadcast failed")
             else:
                 self._coming.popleft()
-                self._set, self._num_lost = weights, 0
+                self._set = weights
                 self._change(received=(weights.fence, weights.version))
         if self._coming and self._clock() - self._coming[0][1] > self._timeout_s:
             self._lose(f"no set came within {self._timeout_s:g} s")
-        return None if self._num_lost >= _MAX_LOST else self._state
+        return self._state
 
     def receive(self, message: broadcasts.Receive) -> None:
         """A set is about to come, in this epoch or in one that begins with it."""
         epoch, target = (message.fence, message.epoch), (message.fence, message.version)
-        if epoch > self._state.epoch_id and self._num_lost < _MAX_LOST:
+        if epoch > self._state.epoch_id and not self._state.out:
             self.close()
             self._change(epoch_id=epoch, is_member=True)
             self._seat = self._take_seat(message, partial(self._outcome, epoch))
@@ -84,9 +85,10 @@ class Standby:
             self._seat.do(target)
 
     def disband(self, epoch: tuple[int, int]) -> None:
-        """An epoch is over."""
+        """A broadcast of this epoch failed, and it is over."""
         if epoch >= self._state.epoch_id:
-            self.close()
+            if self._seat is not None:
+                self._lose("the learner's broadcast failed")
             self._change(epoch_id=epoch, is_member=False)
 
     def take(self, target: Target, digest: str) -> WeightSet | None:
@@ -94,7 +96,7 @@ class Standby:
         seat left; but for a newer set that has come since."""
         weights = self._set
         if weights is not None and self._state.received == target and weights.digest == digest:
-            self._set = None
+            self._set, self._num_lost = None, 0
             return weights
         self._change(num_refused=self._state.num_refused + 1)
         if self._state.received == target:
@@ -111,7 +113,9 @@ class Standby:
         self._num_lost += 1
         _log.warning("the engine leaves epoch %d of fence %d: %s", self._state.epoch_id[1], self._state.epoch_id[0], why)
         self.close()
-        self._change(is_member=False)
+        self._change(is_member=False, out=why if self._num_lost >= _MAX_LOST else "")
+        if self._state.out:
+            _log.warning("the engine takes no part in broadcasts any more: %d seats were lost in a row", self._num_lost)
 
     def close(self) -> None:
         """Leave the seat."""

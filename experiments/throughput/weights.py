@@ -32,7 +32,7 @@ import torch
 from async_rlhf.buffers.clients.actor import ActorClient, ActorState
 from async_rlhf.buffers.clients.control import control
 from async_rlhf.buffers.device.ends import EngineEnd
-from async_rlhf.buffers.device.group import DeviceGroup, open_store, reach_store
+from async_rlhf.buffers.device.group import GlooGroup, open_store, reach_store
 from async_rlhf.buffers.protocol import wire
 from async_rlhf.buffers.tensors import RawTensor
 from async_rlhf.buffers.weights.assembly import mapped
@@ -116,7 +116,7 @@ def raw_broadcast(num_bytes: int) -> Iterator[Callable[[], float]]:
     """Seconds of one broadcast by gloo from another process to this one, into memory that is there."""
     with talking(_broadcast, num_bytes) as pipe:
         flat = torch.ones(num_bytes, dtype=torch.uint8)
-        group = DeviceGroup(reach_store(pipe.recv(), DEADLINE_S), "raw", 1, 2, DEADLINE_S)
+        group = GlooGroup(reach_store(pipe.recv(), DEADLINE_S), "raw", 1, 2, DEADLINE_S)
 
         def receive() -> None:
             pipe.send("go")
@@ -128,7 +128,7 @@ def raw_broadcast(num_bytes: int) -> Iterator[Callable[[], float]]:
 def _broadcast(num_bytes: int, pipe: Connection) -> None:
     flat, (store, address) = torch.ones(num_bytes, dtype=torch.uint8), open_store(DEADLINE_S)
     pipe.send(address)
-    group = DeviceGroup(store, "raw", 0, 2, DEADLINE_S)
+    group = GlooGroup(store, "raw", 0, 2, DEADLINE_S)
     while True:
         pipe.recv()
         group.broadcast(flat).wait()

@@ -66,7 +66,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "nothing to evaluate on": ({"evaluation.every": 5, "data.held_out": 0}, "evaluation.every = 5 with data.held_out = 0"),
     "the device channel on another device": (
         {"weights.transport": "device", "learner.device": "cuda"},
-        "weights.transport = 'device' with learner.device = 'cuda'.*'cpu' only.*or weights.transport = 'auto'",
+        "'device' with engine.device = 'cpu' and learner.device = 'cuda'.*all on 'cpu', or .*or weights.transport = 'auto'",
     ),
     "a broadcast longer than a stall": (
         {"weights.transport": "device", "weights.device_timeout_s": 20.0, "stall_timeout_s": 10.0},

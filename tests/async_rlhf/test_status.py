@@ -79,6 +79,21 @@ def test_of_a_run_that_was_killed_nothing_is_shown_as_if_it_lived(run: RunDir) -
     ]
 
 
+def test_broadcasts_that_come_to_nothing_are_counted_and_who_takes_no_part_in_them_is_named(run: RunDir, small: Any) -> None:
+    actor = {"version": 1, "groups": 0, "silent_s": 0.0, "no_broadcasts": "the broadcast failed"}
+    counts = {"broadcasts": 9, "broadcasts_failed": 3, "broadcasts_refused": 0}
+    run.ledger.write_text(json.dumps({"weights": counts, "actors": {"actor-0": actor}}))
+    shown = lines(run, read(Reading(run)))
+    assert "broadcasts of weights: 3 failed, 0 refused" in shown
+    assert "last message 0.0 s ago; broadcasts of weights no longer serve it: the broadcast failed" in shown[1]
+    run.retire()
+    on_one_device = {"engine.device": "cuda", "learner.device": "cuda", "placement.colocate": True}
+    shared = RunDir.create(small(name="shared", **{"weights.transport": "device"}, **on_one_device))
+    assert "weights are not broadcast: learner and engines share devices" in "".join(lines(shared, read(Reading(shared))))
+    assert not shared.config().broadcasts and small(**{"weights.transport": "device"}).broadcasts
+    shared.retire()
+
+
 def test_what_a_killed_supervisor_left_is_finished_by_what_was_recorded(small: Any) -> None:
     run = RunDir.create(small(max_steps=500, max_seconds=9))
     run.retire()

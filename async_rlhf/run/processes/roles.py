@@ -108,10 +108,13 @@ def run_learner(run: RunDir, config: Config, address: str, meeting: str = "") ->
     from async_rlhf.buffers.clients.learner import LearnerClient
 
     connect, broadcaster = connector(config.security.directory), None
-    if config.weights.transport == "device":
+    if config.broadcasts:
         from async_rlhf.buffers.device.ends import LearnerEnd
+        from async_rlhf.buffers.device.group import group_on
 
-        broadcaster = LearnerEnd(config.weights.device_timeout_s)
+        broadcaster = LearnerEnd(config.weights.device_timeout_s, group_on(config.learner.device))
+    if config.no_broadcasts:
+        _log.warning("weights are not broadcast, and come by the hub: %s", config.no_broadcasts)
     client = LearnerClient(
         address, timeout_s=REQUEST_TIMEOUT_S, connect=connect, weights=config.weights, broadcaster=broadcaster
     )
@@ -189,15 +192,16 @@ def run_actor(
 
 
 def _actor_client(config: Config, data: RunData, address: str, name: str, bits: Bits) -> ActorClient:
-    """bits: of its engine, which the hub gets where the run asks for them. With a seat in the device channel where that is
-    chosen and the hub is on this machine."""
+    """bits: of its engine, which the hub gets where the run asks for them. With a seat in the device channel where that
+    serves the run and the hub is on this machine."""
     from async_rlhf.buffers.clients.actor import ActorClient
 
     take_seat = None
-    if config.weights.transport == "device" and is_local(address):
+    if config.broadcasts and is_local(address):
         from async_rlhf.buffers.device.ends import EngineEnd
+        from async_rlhf.buffers.device.group import group_on
 
-        take_seat = EngineEnd(config.weights.device_timeout_s)
+        take_seat = EngineEnd(config.weights.device_timeout_s, group_on(config.engine.device))
     return ActorClient(
         address,
         name,

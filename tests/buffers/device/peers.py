@@ -63,26 +63,26 @@ def stop_at(stops: list[str]) -> None:
             sys.stdin.readline()
 
     signal.signal(signal.SIGUSR1, arm)
-    make, broadcast, finish = group.DeviceGroup.__init__, group.DeviceGroup.broadcast, ends._pass_on
+    make, broadcast, finish = group.GlooGroup.__init__, group.GlooGroup.broadcast, ends._pass_on
     ends._BUCKET_BYTES = 1 << 20
 
-    def made(self: group.DeviceGroup, *arguments: Any) -> None:
+    def made(self: group.GlooGroup, *arguments: Any) -> None:
         reached("group")
         make(self, *arguments)
 
-    def sent(self: group.DeviceGroup, tensor: Any) -> Any:
+    def sent(self: group.GlooGroup, tensor: Any) -> Any:
         work = broadcast(self, tensor)
         if len(tensor) == 1 << 20:
             work.wait()
             reached("bucket")
         return work
 
-    def passed(*arguments: Any) -> Any:
-        specs = finish(*arguments)
+    def passed(*arguments: Any, **sends: Any) -> Any:
+        specs = finish(*arguments, **sends)
         reached("set")
         return specs
 
-    group.DeviceGroup.__init__, group.DeviceGroup.broadcast, ends._pass_on = made, sent, passed  # type: ignore[method-assign]
+    group.GlooGroup.__init__, group.GlooGroup.broadcast, ends._pass_on = made, sent, passed  # type: ignore[method-assign]
 
 
 def hub(address: str, folder: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import struct
 from collections.abc import Sequence
@@ -39,10 +40,17 @@ def spec(length: int, name: str = "t") -> TensorSpec:
 
 def of(data: bytes, fronts: Sequence[int] = (), shift: int = 0) -> str:
     """fronts: how much has come when. shift: of the bytes in memory."""
-    made = SetDigest([spec(len(data))], flat(bytes(shift) + data)[shift:])
-    for front in [*sorted(fronts), len(data)]:
-        made.advance(min(front, len(data)))
+    made = SetDigest([spec(len(data))])
+    come(made, flat(bytes(shift) + data)[shift:], fronts)
     return made.specs[0].digest
+
+
+def come(made: SetDigest, data: torch.Tensor, fronts: Sequence[int]) -> None:
+    """Part by part, in memory that is used again."""
+    places = sorted({0, len(data), *(min(front, len(data)) for front in fronts)})
+    for here, there in itertools.pairwise(places):
+        made.add(data[here:there])
+        data[here:there] = 0
 
 
 def drawn(length: int) -> bytes:
@@ -117,8 +125,7 @@ def test_a_set_has_the_digests_of_its_tensors_however_its_bytes_come(lengths: li
     data, parts = drawn(sum(lengths)), []
     for length in lengths:
         parts.append(data[sum(map(len, parts)) :][:length])
-    made = SetDigest(specs, flat(data))
-    for front in [*sorted(min(front, len(data)) for front in fronts), len(data)]:
-        made.advance(front)
+    made = SetDigest(specs)
+    come(made, flat(data), fronts)
     assert [each.digest for each in made.specs] == [twin(part) for part in parts]
     assert [each.name for each in made.specs] == [each.name for each in specs]

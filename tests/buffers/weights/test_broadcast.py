@@ -175,8 +175,7 @@ def test_nothing_that_comes_of_an_epoch_that_was_left_is_taken(engine: Engine) -
     engine.announce(3)
     engine.announce(4, number=2)
     engine.come(3, seat=0)
-    state = engine.standby.look()
-    assert state is not None and state.received == (0, -1)
+    assert engine.standby.look().received == (0, -1)
 
 
 @pytest.mark.parametrize(
@@ -198,21 +197,33 @@ def test_an_epoch_that_ends_is_left_for_good(engine: Engine, end: Callable[[Engi
     assert engine.standby.look() == EngineDevice(epoch_id=(1, 2), is_member=True)
 
 
-def test_an_engine_that_no_epoch_reaches_takes_part_no_more(engine: Engine) -> None:
-    for number in (1, 2):
-        engine.announce(3, number)
-        engine.seats[-1].done(None)
-        assert engine.standby.look() is not None
-    engine.announce(4, 3)
-    engine.come(4)
-    engine.standby.look()
-    for number in (4, 5, 6):
-        engine.announce(5, number)
-        engine.seats[-1].done(None)
-        state = engine.standby.look()
-    assert state is None
-    engine.announce(6, 7)
-    assert len(engine.seats) == 6
+LOSSES: list[Callable[[Engine, int], object]] = [
+    lambda engine, number: engine.seats[-1].done(None),
+    lambda engine, number: engine.standby.disband((1, number)),
+    lambda engine, number: (engine.come(number), engine.standby.look(), engine.standby.take((1, number), "0" * 32)),
+]
+
+
+@given(st.lists(st.sampled_from([None, *LOSSES]), max_size=9))
+def test_an_engine_that_lost_three_seats_in_a_row_takes_part_no_more(
+    events: list[Callable[[Engine, int], object] | None],
+) -> None:
+    """However it lost them; only what it adopted ends the row (None)."""
+    engine, num_lost = Engine(), 0
+    for number, lose in enumerate(events, start=1):
+        engine.announce(number, number)
+        if num_lost < 3 and lose is None:
+            weights = engine.come(number)
+            engine.standby.look()
+            assert engine.standby.take((1, number), weights.digest) is weights
+            num_lost = 0
+        elif num_lost < 3 and lose is not None:
+            lose(engine, number)
+            num_lost += 1
+        assert bool(engine.standby.look().out) == (num_lost == 3)
+    num_seats = len(engine.seats)
+    engine.announce(10, 10)
+    assert len(engine.seats) == num_seats + (num_lost < 3)
 
 
 def test_a_set_that_is_not_what_was_broadcast_is_counted_and_said_to_be_there_no_more(engine: Engine) -> None:
