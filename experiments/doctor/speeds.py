@@ -6,6 +6,7 @@ Each measurement is a generator function of `MeasuredPlace` and yields `Speed`s;
 from __future__ import annotations
 
 import gc
+import importlib.util
 import shutil
 import statistics
 import time
@@ -20,7 +21,9 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from async_rlhf.actors.engine import Completion, Engine, completed, load_engine
+from async_rlhf.actors.engine_config import EngineConfig
 from async_rlhf.actors.torch_engine.settings import TorchEngineConfig
+from async_rlhf.actors.vllm_engine.settings import VLLMEngineConfig
 from async_rlhf.api import train
 from async_rlhf.experiments.doctor import families
 from async_rlhf.experiments.throughput.engine import requests_of
@@ -30,13 +33,14 @@ from async_rlhf.run.shipped import model_directory
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _PROMPT = 64
+_VLLM_SHARE = 0.6  # of the device: this process holds some of it
 # Qwen2.5-0.5B's.
 _SHAPE = {
     "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
     "intermediate_size": 4864, "vocab_size": 151_936, "tie_word_embeddings": True,
 }  # fmt: skip
 _SMALL = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
     "intermediate_size": 128, "vocab_size": 2048, "tie_word_embeddings": True,
 }  # fmt: skip
 
@@ -113,15 +117,33 @@ def decoding(place: MeasuredPlace) -> Iterator[Speed]:
             config = TorchEngineConfig(
                 device=place.device, dtype="bfloat16", slots=rows, cuda_graphs=graphs, batch_invariant=False
             )  # fmt: skip
-            engine, new = load_engine(str(place.model), config), 16 if place.small else 128
-            _sampled(engine, rows, new)
-            began = time.perf_counter()
-            speed = sum(len(completion.token_ids) for completion in _sampled(engine, rows, new)) / (time.perf_counter() - began)
+            speed, detail = _decoded(place, config, rows)
             share = f"; reads weights at {speed * num_bytes / 1e9 / copied:.0%} of the copy" if rows == 1 else ""
-            name = f"decoding, {rows} rows" + (", recorded" if graphs else "")
-            yield Speed(name, speed, "tokens/s", f"{num_bytes / 2e9:.2f} B parameters, prompts of {_PROMPT}, {new} new{share}")
-            del engine
-            _free()
+            yield Speed(f"decoding, {rows} rows" + (", recorded" if graphs else ""), speed, "tokens/s", detail + share)
+
+
+def decoding_with_vllm(place: MeasuredPlace) -> Iterator[Speed]:
+    """The same with vLLM, where it is installed."""
+    for rows in (1, 8) if place.small else (1, 128, 256):
+        if importlib.util.find_spec("vllm") is not None:
+            config = VLLMEngineConfig(kind="vllm", device=place.device, dtype="bfloat16", slots=rows)
+            speed, detail = _decoded(place, config.served(asks_for_bits=False, share=_VLLM_SHARE), rows)
+            yield Speed(f"decoding with vLLM, {rows} rows", speed, "tokens/s", detail)
+
+
+def _decoded(place: MeasuredPlace, config: EngineConfig, rows: int) -> tuple[float, str]:
+    """Tokens a second, the second time; and of what."""
+    engine, new = load_engine(str(place.model), config), 16 if place.small else 128
+    try:
+        _sampled(engine, rows, new)
+        began = time.perf_counter()
+        speed = sum(len(completion.token_ids) for completion in _sampled(engine, rows, new)) / (time.perf_counter() - began)
+    finally:
+        engine.close()
+    del engine
+    _free()
+    num_bytes = (place.model / "model.safetensors").stat().st_size
+    return speed, f"{num_bytes / 2e9:.2f} B parameters, prompts of {_PROMPT}, {new} new"
 
 
 def types(place: MeasuredPlace) -> Iterator[Speed]:
@@ -179,7 +201,11 @@ def whole_run(place: MeasuredPlace) -> Iterator[Speed]:
     yield Speed("a whole run", of["tokens_per_second"], "tokens/s", detail)
 
 
-MEASUREMENTS: tuple[Callable[[MeasuredPlace], Iterator[Speed]], ...] = (copies, decoding, types, publication, whole_run)
+# What takes least comes first.
+MEASUREMENTS: Mapping[str, Callable[[MeasuredPlace], Iterator[Speed]]] = {
+    "copies": copies, "decoding": decoding, "types": types, "publication": publication, "a whole run": whole_run,
+    "decoding with vLLM": decoding_with_vllm,
+}  # fmt: skip
 
 
 def _prompt(number: int) -> list[int]:
