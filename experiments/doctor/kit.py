@@ -36,7 +36,7 @@ _THERE = {"torch", "transformers", "huggingface-hub", "hf-xet", "tokenizers", "s
 _GLIBC = (39, 35, 34, 31, 28, 27, 26, 24, 17, 12, 5)
 _MAX_BYTES = 60_000_000
 # Torch, and the newest vLLM that requires it and that the adapter serves (`actors.vllm_engine.loading.RELEASES`). By the
-# metadata of the wheels on the index (2026-11-29) 0.20 to 0.26 require torch 2.11, 0.27 to 0.32 torch 2.13, and 0.33 torch 2.14.
+# metadata of the wheels on the index (2026-11-29) 0.20 to 0.26 require torch 2.11, 0.27 to 0.32 torch 2.13, 0.33 torch 2.14.
 _VLLM = {"2.13": "0.32.0", "2.14": "0.33.0"}
 _RUN = """\
 #!/usr/bin/env bash
@@ -188,8 +188,8 @@ def main(
     """Write a kit for a machine without a package index."""
     if vllm and torch not in _VLLM:
         typer.echo(
-            f"--torch {torch}: no vLLM that is built for it is served, but for {' or '.join(_VLLM)}: before 0.32 vLLM does not "
-            "say which weights sampled which token",
+            f"--torch {torch}: no vLLM that is built for it is served, but for {' or '.join(_VLLM)} one is: before 0.32 vLLM does "
+            "not say which weights sampled which token",
             err=True,
         )
         raise typer.Exit(1)
