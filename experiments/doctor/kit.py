@@ -188,7 +188,7 @@ def main(
     """Write a kit for a machine without a package index."""
     if vllm and torch not in _VLLM:
         typer.echo(
-            f"--torch {torch}: no vLLM that is built for it is served, but for {' or '.join(_VLLM)} one is: before 0.32 vLLM does "
+            f"--torch {torch}: no vLLM that is built for it is served, for {' or '.join(_VLLM)} one is: before 0.32 vLLM does "
             "not say which weights sampled which token",
             err=True,
         )

@@ -171,8 +171,8 @@ def types(place: MeasuredPlace) -> Iterator[Speed]:
 def publication(place: MeasuredPlace) -> Iterator[Speed]:
     """The host channel: from the learner's `publish` to adopted, with all digests, beside copies of the same bytes."""
     bench = Bench(None, place.small)
-    for row in islice(weights(bench), 2):
-        yield Speed(f"weights, {row.load}", row.sides["ours"] or 0.0, "GB/s", f"{row.ratio:.2f} of memcpy on one thread")
+    for row in islice(weights(bench), 3):
+        yield Speed(f"weights, {row.load}", row.sides["ours"] or 0.0, "GB/s", f"{row.ratio:.2f} of memcpy")
     row = beside_generation(bench.num_turns(3), bench.size(1024, 16) << 20)
     stands = f"{row.ratio:.1f} times two copies; learner stands still {row.figures['learner_blocked_s']:.3f} s"
     yield Speed(
