@@ -31,7 +31,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from async_rlhf.actors.engine import Bits, Completion, OnUpdate, Partial, Request, RolloutKey, check_requests
-from async_rlhf.actors.served_model.weights import Base, check_weights
+from async_rlhf.actors.served_model.weights import Base, changes_tower, check_weights
 from async_rlhf.actors.vllm_engine.images import ImagePrompts
 from async_rlhf.actors.vllm_engine.outputs import completion_of, read_probe, sampling_arguments
 from async_rlhf.actors.vllm_engine.weights import as_index
@@ -172,7 +172,8 @@ class VLLMEngine:
 
     def _load(self, version: int, tensors: Mapping[str, RawTensor]) -> None:
         with as_index(tensors) as path:
-            self._call(self._adopt(version, path), f"vLLM to adopt version {version}")
+            adopted = self._adopt(version, path, changes_tower(self._model, tensors))
+            self._call(adopted, f"vLLM to adopt version {version}")
 
     def probe(self, token_ids: Sequence[int], *, behind_images: bool = False) -> Float32Array:
         return self._call(self._probe(token_ids, behind_images), "vLLM's log-probabilities of the canary's probe")
@@ -325,14 +326,15 @@ class VLLMEngine:
         self._admits = False
         return len(self._running)
 
-    async def _adopt(self, version: int, index: str) -> None:
-        """Generation goes on with the weights of `index`. Raises EngineError when vLLM cannot."""
+    async def _adopt(self, version: int, index: str, changes_images: bool) -> None:
+        """Generation goes on with the weights of `index`; changes_images: whether they read images otherwise. Raises
+        EngineError when vLLM cannot."""
         recompute = self.on_update == "interrupt"
         try:
             # Without a mode vLLM aborts everything. With its caches cleared it computes the running prefixes again.
             await self._llm.pause_generation(mode="keep", clear_cache=recompute)
             await self._llm.collective_rpc("receive_weights", args=(index,))
-            if self._images is not None:  # what its workers knew of images went with the weights
+            if changes_images:
                 await self._llm.reset_encoder_cache()
             await self._label(version)
             await self._llm.resume_generation()

@@ -276,7 +276,15 @@ def test_a_producer_sends_what_an_actor_would() -> None:
 @pytest.mark.rest
 def test_a_small_run_of_the_weights_measures_every_part() -> None:
     ratios = {row["load"]: row["ratio"] for row in small_rows("weights")}
-    assert list(ratios) == ["adopt", "shared", "tcp", "delta", "device"] and min(ratios.values()) > 0
+    assert list(ratios) == ["seal", "adopt", "shared", "tcp", "delta", "device"] and min(ratios.values()) > 0
+
+
+@pytest.mark.rest
+def test_the_parts_of_a_learner_step_are_together_the_step() -> None:
+    (row,) = small_rows("learner_parts")
+    parts = {name: row["figures"][f"{name}_ms"] for name in ("batch", "forward", "backward", "optimizer", "rest")}
+    assert min(parts.values()) > 0 and sum(parts.values()) == pytest.approx(row["sides"]["ours"], rel=0.01)
+    assert 0 < row["sides"]["products"] < parts["forward"] + parts["backward"]
 
 
 @pytest.mark.rest
