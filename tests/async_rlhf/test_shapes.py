@@ -147,12 +147,18 @@ def looks(completion, images, messages):
 '''
 
 
-def test_a_run_learns_from_episodes_with_images_at_staleness_0_and_shows_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["torch", pytest.param("vllm", marks=pytest.mark.rest)])
+def test_a_run_learns_from_episodes_with_images_at_staleness_0_and_shows_them(engine: str, tmp_path: Path) -> None:
     (tmp_path / "plays.py").write_text(PLAYS)
-    own = {
+    own: dict[str, Any] = {
         "output_dir": str(tmp_path), "environment.function": f"{tmp_path / 'plays.py'}:turns", "queue.max_staleness": 0,
         "rewards.functions": [f"{tmp_path / 'plays.py'}:looks"], "generation.max_episode_length": 96, "data.images": True,
     }  # fmt: skip
+    if engine == "vllm":
+        pytest.importorskip("vllm")
+        image_models.make("idefics3", tmp_path / "model", wide=True)  # with heads that its CPU build computes
+        own |= {"model": str(tmp_path / "model"), "engine.kind": "vllm", "engine.kv_bytes": 1 << 27}
+        own |= {"generation.max_prompt_length": 512, "generation.max_episode_length": 1024}
     result = api.train(load(SHAPES, {**FEW, **own}), quiet=True)
     assert len(result.metrics) == 4
     for record in result.metrics:
