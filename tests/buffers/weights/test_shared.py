@@ -1,4 +1,4 @@
-"""Sealed memory: mapped by who is told the place, changed by nobody, and gone with the last process that has it."""
+"""Sealed memory: mapped by who is told the place, unchanged while it is, and gone with the last process that has it."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_set_without_bytes_or_too_large_for_any_memory_is_no_special_case() ->
         SealedPool().make(sys.maxsize)
 
 
-def test_a_set_is_written_into_one_that_nobody_has_any_more() -> None:
+def test_a_set_is_written_into_one_that_no_process_has_any_more() -> None:
     pool = SealedPool()
     first = numbered(pool, 1)
     (old,) = first.announcement().places
