@@ -68,6 +68,8 @@ class ScriptedLLM:
 
 
 class NoModel(torch.nn.Module):
+    config = None
+
     def get_input_embeddings(self) -> Any:
         return SimpleNamespace(num_embeddings=9)
 

@@ -17,7 +17,7 @@ import pytest
 from async_rlhf.actors.environments import EnvironmentConfig
 from async_rlhf.actors.environments.loading import spec_in_process
 from async_rlhf.actors.environments.pool import EpisodePool, Event
-from async_rlhf.actors.environments.worker import EpisodeKind
+from async_rlhf.actors.environments.worker import NO_IMAGES, EpisodeKind
 from async_rlhf.actors.environments.yields import EpisodeEnd, Read
 from async_rlhf.actors.workers import pool
 from async_rlhf.actors.workers.sessions import SessionKind, serve
@@ -200,7 +200,7 @@ def own(prompt: str, level: int = 0) -> Iterator[str]:
 
 
 def test_threads_that_take_each_others_place_have_one_function_with_its_options() -> None:
-    kind = EpisodeKind(spec_in_process("own", own, {"level": 2}, {}), EnvironmentConfig(), own)
+    kind = EpisodeKind(spec_in_process("own", own, {"level": 2}, {}), EnvironmentConfig(), own, NO_IMAGES)
     functions = []
     for _ in range(3):  # as each thread does
         kind.load()
