@@ -64,7 +64,10 @@ class ImageLoader:
             raise ValueError("nothing is fetched while a run goes on; download it first, and give its path, or a data URL")
         if self._folder is None:
             raise ValueError("a data URL was expected: data:image/png;base64,...")
-        path = self._folder / Path(given.removeprefix("file://")).expanduser()
+        try:
+            path = self._folder / Path(given.removeprefix("file://")).expanduser()
+        except RuntimeError as error:
+            raise ValueError(f"{error}; write the path without ~") from error
         try:
             if not path.is_file():
                 raise ValueError(f"there is no file {path}; a path is seen from the folder of the data, or absolute")

@@ -81,14 +81,19 @@ def _seen(image: Image.Image) -> Image.Image:
 def _opened(file: BinaryIO) -> Image.Image:
     try:
         image = Image.open(file, formats=FORMATS)
-        frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)  # beside a photo lie its previews
+        # Beside a photo lie its previews. How many frames there are is not asked: a small file has a million to be walked.
+        has_more = image.format != "MPO" and getattr(image, "is_animated", False)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ValueError(f"it has more pixels than the limit, which is {MAX_PIXELS:,}; make it smaller") from error
     except Exception as error:  # as above
         raise ValueError(f"it is no image of a known format ({', '.join(FORMATS)}), or not whole") from error
     _check_size(image)
-    if frames > 1:
-        raise ValueError(f"it has {frames} frames or pages, and one was expected; give each as an image of its own")
+    if has_more:
+        raise ValueError("it has several frames or pages, and one was expected; give each as an image of its own")
+    if slow := next((tile[0] for tile in image.tile if tile[0] in Image.DECODERS), None):
+        raise ValueError(
+            f"its pixels are packed as {slow!r}, which a few bytes can make slow and large to unpack; save it as PNG"
+        )
     return image
 
 

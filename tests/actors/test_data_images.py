@@ -205,6 +205,7 @@ def test_what_is_kept_of_rows_with_images_are_their_digests(folder: Path) -> Non
         ({"images": [png()[:60]]}, "image 1: 'data:.*cannot be decoded"),
         ({"images": [b"a text"]}, "image 1: 'data:.*no image of a known format"),
         ({"image": "a cat"}, "image 1: 'a cat': there is no file"),
+        ({"image": "~nobody-of-that-name/a.png"}, "image 1: '~nobody.*; write the path without ~"),
         ({"image": "data:image/png,abc"}, "a data URL with base64 was expected"),
         ({"image": "data:image/png;base64,@"}, "its base64 is damaged"),
         ({"image": 3}, "image 1: a int is no image; give a path, bytes, a data URL or an image of Pillow"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import struct
 import subprocess
 import sys
 import zlib
@@ -130,15 +131,31 @@ def frames(form: str) -> bytes:
     return saved(noise(), form, save_all=True, append_images=[noise(seed=1)])
 
 
+def many_frames() -> bytes:
+    """A million frames of one pixel in 15 MB: they are not counted."""
+    frame = b"," + bytes(4) + b"\1\0\1\0\0" + b"\2\2D\1\0"
+    return b"GIF89a\1\0\1\0\x80\0\0" + bytes(6) + frame * 1_000_000 + b";"
+
+
+def skipping() -> bytes:
+    """Packed pixels of BMP that skip 255 rows of a million pixels in each four bytes."""
+    header = struct.pack("<IiiHHIIiiII", 40, 1 << 20, 1, 1, 8, 1, 6, 0, 0, 1, 0)
+    return b"BM" + struct.pack("<IHHI", 64, 0, 0, 58) + header + bytes(4) + b"\0\2\0\xff\0\1"
+
+
 @pytest.mark.parametrize(
     ("file", "reason"),
     [
         (bomb, "more pixels than the limit, which is 67,108,864"),
         (lambda: saved(Image.new("1", (9000, 8000))), "9000 x 8000, 72,000,000 pixels; the limit is 67,108,864"),
-        (lambda: frames("GIF"), "it has 2 frames or pages, and one was expected"),
-        (lambda: frames("TIFF"), "2 frames"),
-        (lambda: frames("WEBP"), "2 frames"),
-        (lambda: frames("PNG"), "2 frames"),
+        (lambda: frames("GIF"), "it has several frames or pages, and one was expected"),
+        (lambda: frames("TIFF"), "several frames"),
+        (lambda: frames("WEBP"), "several frames"),
+        (lambda: frames("PNG"), "several frames"),
+        (many_frames, "several frames"),
+        (lambda: b"P3\n1 1\n255\n1 2 3\n", "packed as 'ppm_plain', .*; save it as PNG"),
+        (lambda: b"P6\n1 1\n9\n123", "packed as 'ppm'"),
+        (skipping, "packed as 'bmp_rle'"),
         (lambda: saved(noise(40, 40))[:-300], "cannot be decoded .*is the file whole"),
         (lambda: saved(noise(40, 40), "JPEG")[:-300], "cannot be decoded .*is the file whole"),
         (lambda: b"a text, no image", "no image of a known format"),
