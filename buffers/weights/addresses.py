@@ -77,10 +77,11 @@ class Addresses:
 
 def lay(paths: Sequence[str]) -> memoryview:
     """Files mapped one behind the other, each but the last of whole pages. Writes stay private. Raises OSError."""
-    files = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths]
+    files = list[int]()
     try:
-        for file in files:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # while they are mapped none is written (`shared`)
+        for path in paths:
+            files.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            fcntl.flock(files[-1], fcntl.LOCK_SH | fcntl.LOCK_NB)  # while they are mapped none is written (`shared`)
         sizes = [os.fstat(file).st_size for file in files]
         if not any(sizes):
             return memoryview(bytearray())

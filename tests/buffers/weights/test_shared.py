@@ -16,6 +16,7 @@ import pytest
 from async_rlhf.buffers.errors import WeightsError
 from async_rlhf.buffers.protocol.message import SealedPlace
 from async_rlhf.buffers.tensors import RawTensor
+from async_rlhf.buffers.weights.addresses import lay
 from async_rlhf.buffers.weights.assembly import Assembly
 from async_rlhf.buffers.weights.shared import HAS_SEALS, HeapMemory, SealedPool, attach, path_of
 from async_rlhf.buffers.weights.weight_set import WeightSet
@@ -224,3 +225,12 @@ def test_sets_that_are_read_for_long_cost_their_writer_a_few_descriptors() -> No
     readers = [attach(numbered(pool, number).announcement().places, SIZE) for number in range(10)]
     assert used()[0] <= before + len(readers) + 3
     assert all(each is not None and bytes(each.view) == bytes([number] * SIZE) for number, each in enumerate(readers))
+
+
+def test_files_of_which_one_is_gone_are_not_kept_open() -> None:
+    weights = sealed_set()
+    assert weights.memory is not None
+    before = used()
+    with pytest.raises(FileNotFoundError):
+        lay([path_of(weights.memory.places[0]), "/proc/self/fd/gone"])
+    assert used() == before
