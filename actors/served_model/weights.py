@@ -58,7 +58,7 @@ def adopt_weights(model: torch.nn.Module, tensors: Mapping[str, RawTensor], base
     """Give every parameter that the set names its tensor; the set has passed `check_weights`.
 
     On a CPU sealed memory is not copied: the parameters lie in it from then on, in the one copy that all processes of the
-    machine have. It cannot change, and is there as long as it is mapped.
+    machine have. It does not change, and is there, as long as it is mapped.
     """
     adapted = adapted_parameters(tensors)
     if adapted and base is not None:
