@@ -174,7 +174,10 @@ class Endpoint:
     async def _answer(self, dialect: Dialect, request: Request) -> Response:
         try:
             session = self._session(request)
-            key, chat_request = _read(dialect, request, await _body(request), self.image)
+            body = await _body(request)
+            reading = functools.partial(_read, dialect, request, body, self.image)
+            # One image may have pixels for seconds, while which other calls are answered.
+            key, chat_request = await asyncio.to_thread(reading) if b"image" in body else reading()
             call = session.ask(key, chat_request, is_retry=request.headers.get("x-stainless-retry-count", "0") != "0")
             if not await _has_answer(request, call):
                 session.left(call)

@@ -256,6 +256,24 @@ def test_an_image_that_cannot_be_read_is_answered_with_the_reason(
     assert opened.calls.empty()
 
 
+def test_calls_are_answered_while_the_image_of_another_is_read(opened: Opened) -> None:
+    answered = threading.Event()
+
+    def image(given: Any) -> str:
+        if not answered.wait(timeout=300):
+            raise ValueError("the other call was not answered meanwhile")
+        return "0" * 32
+
+    opened.server.image = image
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,YWJj"}}
+    with asked(opened.llm, {"messages": [{"role": "user", "content": [part]}]}) as first, asked(opened.llm, BODY) as other:
+        opened.write(opened.call(), "other")
+        assert text_of(answer(other)) == "other"
+        answered.set()
+        opened.write(opened.call(), "first")
+        assert text_of(answer(first)) == "first"
+
+
 def test_a_body_that_does_not_come_whole_ends_at_a_deadline_and_one_that_breaks_off_asks_for_nothing(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
