@@ -53,7 +53,7 @@ def test_a_cached_prompt_of_other_weights_is_never_reused_though_versions_repeat
 def test_weights_reach_vllm_in_memory_that_has_no_name(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     adopt, files = engine._adopt, list[Path]()
     monkeypatch.setattr(
-        engine, "_adopt", lambda version, index: (files.append(Path(index).resolve()), adopt(version, index))[1]
+        engine, "_adopt", lambda version, index, *rest: (files.append(Path(index).resolve()), adopt(version, index, *rest))[1]
     )
     engine.load_weights(1, raw_weights(SECOND))
     assert engine.version == 1

@@ -102,11 +102,16 @@ def one_bit(came: Tensor, before: Tensor) -> None:
     came[len(came) // 2] ^= 1
 
 
+def older(came: Tensor, before: Tensor) -> None:
+    length = min(len(came), len(before))  # heads of two versions differ by the digits of a number
+    came[:length] = before[:length]
+
+
 SPOILS = {
     "one-bit": one_bit,
     "zeros": lambda came, _: came.zero_(),
     "ones": lambda came, _: came.fill_(255),
-    "older": Tensor.copy_,
+    "older": older,
 }
 
 
@@ -114,10 +119,12 @@ SPOILS = {
 @pytest.mark.parametrize("at", [HEAD, BUCKET, BUCKET + 5], ids=["head", "bucket", "another-bucket"])
 def test_bytes_that_are_not_those_that_were_sent_are_found_and_come_by_the_hub(guarded: Guarded, spoil: str, at: int) -> None:
     faulty = Fault(at, spoil=SPOILS[spoil])
-    channel, anna = guarded(1.0, engine=faulty)
-    for content in range(4):
+    channel, anna = guarded(60.0, engine=faulty)
+    for content in range(40):  # an engine that comes late is no part of a broadcast
         publish(channel, content, anna)
-    assert anna.came == ["hub"] * 4 and faulty.num_met == 3
+        if faulty.num_met == 3:
+            break
+    assert set(anna.came) == {"hub"} and faulty.num_met == 3
     until(lambda: out(channel), anna)
     if at != HEAD:
         assert out(channel) == "what came is not what the learner broadcast" and counted(channel)["broadcasts_refused"] == 3
