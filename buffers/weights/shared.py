@@ -40,9 +40,10 @@ _BLOCK_BYTES = 8 << 20  # that memory is given to in one go: about a millisecond
 _NAME = "async-rlhf-weights"
 _MAX_DROPPED = 3  # sets: as many as actors that are late may have beside the newest
 _TOKEN_BITS = 62  # of a time in ns that all file systems know
-_FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-# Of Linux 5.1: only mappings for writing that are there already may write.
-_SEALS = _FIXED_SIZE | fcntl.F_SEAL_SEAL | 0x10
+# Of Linux, whose names other systems' `fcntl` lacks: neither shrinks nor grows; and, since 5.1, only mappings for writing that
+# are there already may write, and no seal is added.
+_FIXED_SIZE = 0x2 | 0x4
+_SEALS = _FIXED_SIZE | 0x10 | 0x1
 HAS_SEALS = sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
 
 

@@ -1,4 +1,4 @@
-"""Sealed memory: mapped by who is told the place, unchanged while it is, and gone with the last process that has it."""
+"""Sealed memory: mapped by processes that know its place, unchanged meanwhile, and gone with the last one that has it."""
 
 from __future__ import annotations
 
@@ -234,3 +234,18 @@ def test_files_of_which_one_is_gone_are_not_kept_open() -> None:
     with pytest.raises(FileNotFoundError):
         lay([path_of(weights.memory.places[0]), "/proc/self/fd/gone"])
     assert used() == before
+
+
+ELSEWHERE = """
+import fcntl, os
+for name in [name for name in dir(fcntl) if "SEAL" in name]:
+    delattr(fcntl, name)
+del os.memfd_create
+from async_rlhf.buffers.weights import shared
+print(type(shared.SealedPool().make(8)).__name__)
+"""
+
+
+def test_a_system_without_sealed_memory_has_sets_on_the_heap() -> None:
+    with running([sys.executable, "-c", ELSEWHERE]) as process:
+        assert process.communicate(timeout=300)[0] == "HeapMemory\n"
