@@ -5,7 +5,8 @@
     a part of a message               the same, as {"type": "image", "image": ...}, or in the forms of OpenAI and Anthropic
     a place                           {"type": "image"}, or `<image>` in text, as often as the column has images
 
-A text prompt with images is a chat of one user message. Nothing is fetched from the network.
+A text prompt with images is a chat of one user message. Nothing is fetched from the network. Pillow
+is imported where an image is read: each process of environments and agents has this module, and few of them need it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ A collective cannot be relied on to end. Measured with gloo of torch 2.13 over l
     is stopped there                                      every other one that waits for it fails after T, from each tensor on
     the group is dropped while nothing is under way       0.01 s
 
-T is gloo's and begins anew with each tensor; nccl, which was not run, may hang at any call. So whoever waits for a seat has a
+T is gloo's and begins anew with each tensor; nccl, which was not run, may hang at any call. So what waits for a seat has a
 deadline of its own, and then leaves it: what is under way is aborted, in a thread that is not waited for. Both threads are
 daemons, and they alone hold references to the group: what destroys one waits for its collectives.
 """

@@ -54,44 +54,44 @@ def url(number):
 def drawn(number):
     return image_models.drawn(*((30, 20), (16, 44), (24, 24))[number % 3], seed=number)
 
-def says(*parts):
+def asked(*parts):
     return [{"role": "user", "content": [{"type": "text", "text": each} if isinstance(each, str) else each for each in parts]}]
 
 @environment(max_turns=8)
 def looks(act):
-    yield says("look", {"type": "image", "image": Image.open(io.BytesIO(drawn(0)))}, "what?")
+    yield asked("look", {"type": "image", "image": Image.open(io.BytesIO(drawn(0)))}, "what?")
     yield "and now?"
-    yield says({"type": "image", "image": drawn(1)})
+    yield asked({"type": "image", "image": drawn(1)})
     yield "so?"
     with open(f"{act}{(number := next(NUMBER))}", "wb") as file:
         file.write(drawn(2))
-    yield says("a", {"type": "image", "image": f"{act}{number}"}, {"type": "image_url", "image_url": {"url": url(3)}})
+    yield asked("a", {"type": "image", "image": f"{act}{number}"}, {"type": "image_url", "image_url": {"url": url(3)}})
     yield Score(1.0)
 
 @environment(max_turns=4)
 def begins_with_text():
     yield "what?"
-    yield says({"type": "image", "image": drawn(0)}, "see?")
+    yield asked({"type": "image", "image": drawn(0)}, "see?")
     yield Score(1.0)
 
 @environment
 def keeps(prompt, images):
     yield prompt
-    yield says({"type": "image", "image": images[0].rotate(90, expand=True)}, "turned?")
+    yield asked({"type": "image", "image": images[0].rotate(90, expand=True)}, "turned?")
     yield Score(1.0)
 
 def agent(llm):
-    """Each member's first image is its own; it says all that was said again with each call."""
+    """Each member's first image is its own; each call sends the whole conversation again."""
     number, said = next(NUMBER), []
-    refused = post(llm, {"messages": says({"type": "image_url", "image_url": {"url": __file__}}, "?")})
+    refused = post(llm, {"messages": asked({"type": "image_url", "image_url": {"url": __file__}}, "?")})
     assert refused.status == 400 and "image 1" in refused.text and "a data URL was expected" in refused.text
     for turn in range(3):
         image = {"type": "image_url", "image_url": {"url": url(number + turn)}}
-        said += says("look", image, "what?") if turn != 1 else says("and?")
+        said += asked("look", image, "what?") if turn != 1 else asked("and?")
         got = post(llm, {"model": "m", "messages": said, "max_tokens": 6})
         assert got.status == 200, got.text
         said.append({"role": "assistant", "content": got.data["choices"][0]["message"]["content"] or ""})
-    post(llm, {"model": "m", "messages": says("alone", {"type": "image_url", "image_url": {"url": url(7)}}, "?")})
+    post(llm, {"model": "m", "messages": asked("alone", {"type": "image_url", "image_url": {"url": url(7)}}, "?")})
     return 1.0
 '''
 

@@ -269,7 +269,7 @@ def test_rows_of_a_spool_bring_their_images_into_the_run_or_are_set_aside(config
     parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{inside}"}}, {"type": "text", "text": "q"}]
     assert from_json(str(look({"prompt": [{"role": "user", "content": parts}]}, **taken))).images == (digest_of(picture(1)),)
     (data / "spoilt.png").write_bytes(b"spoilt")
-    for row, more, says in (
+    for row, more, reason in (
         (one, {}, "this run takes none while it goes on: set data.images = true"),
         ({"prompt": "q", "image": "spoilt.png"}, taken, "image 1: 'spoilt.png': it is no image of a known format"),
         ({"prompt": "q", "image": "https://a.com/a.png"}, taken, "nothing is fetched while a run goes on"),
@@ -277,7 +277,7 @@ def test_rows_of_a_spool_bring_their_images_into_the_run_or_are_set_aside(config
         ({"prompt": "q"}, taken, "asks for 'images', which is neither"),
     ):
         rejected = look(row, **more)
-        assert isinstance(rejected, RejectedLine) and says in rejected.reason, (row, rejected)
+        assert isinstance(rejected, RejectedLine) and reason in rejected.reason, (row, rejected)
     assert len([*kept]) == 2
 
 

@@ -71,7 +71,7 @@ def run_kit(directory: Path, *options: str, code: int = 0, **variables: str) -> 
 
 
 PYTHON = """#!/bin/sh
-# Says what it was asked, and installs by copying.
+# Prints its arguments, and installs by copying.
 echo "$@" >> "$ASKED"
 case "$*" in
     *torch.__version__*) echo 2.13.0+cu130;;

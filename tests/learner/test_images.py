@@ -94,18 +94,13 @@ def learning(tmp_path: Path) -> Callable[[str], Learning]:
     return lambda family: Learning(family, tmp_path)
 
 
-@pytest.mark.parametrize("sharing", ["blocks", "rows", "none"])
-@pytest.mark.parametrize("family", image_models.MAKERS)
-def test_log_probabilities_are_those_of_plain_passes(
-    learning: Callable[[str], Learning], family: str, sharing: Sharing
-) -> None:
-    own = learning(family)
+def assert_plain(own: Learning, sharing: Sharing, groups: Sequence[Group]) -> None:
+    """Of these groups log-probabilities are those of plain passes, in one micro-batch and in several."""
     policy = own.policy()
     if sharing not in policy.sharings:
         pytest.skip("this family's images see themselves as a whole, which blocks do not compute")
     policy.sharing = sharing
-    groups = own.groups()
-    rows = make_rows(groups, [[0.0] * len(LENGTHS)] * len(groups))
+    rows = make_rows(groups, [[0.0] * len(group.rollouts) for group in groups])
     plain = [logp for group in groups for logp in image_models.plain(policy.model, own.processor, group)]
     for tokens in (1 << 20, 150):
         for batch in make_micro_batches(rows, Packing(tokens, sharing)):
@@ -113,6 +108,15 @@ def test_log_probabilities_are_those_of_plain_passes(
                 logp = policy(batch).logp_N
             for member in batch.member_N.unique().tolist():
                 torch.testing.assert_close(logp[batch.member_N == member], plain[member], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("sharing", ["blocks", "rows", "none"])
+@pytest.mark.parametrize("family", image_models.MAKERS)
+def test_log_probabilities_are_those_of_plain_passes(
+    learning: Callable[[str], Learning], family: str, sharing: Sharing
+) -> None:
+    own = learning(family)
+    assert_plain(own, sharing, own.groups())
 
 
 @pytest.mark.parametrize("sharing", ["blocks", "rows", "none"])
@@ -121,19 +125,8 @@ def test_images_that_come_later_are_read_as_plain_passes_over_each_piece_read_th
     learning: Callable[[str], Learning], family: str, sharing: Sharing
 ) -> None:
     own = learning(family)
-    policy = own.policy()
-    if sharing not in policy.sharings:
-        pytest.skip("this family's images see themselves as a whole, which blocks do not compute")
-    policy.sharing = sharing
     groups = [own.episodes(0), own.group(1, own.images[1], lengths=(4, 5, 2, 1)), own.episodes(2)]
-    rows = make_rows(groups, [[0.0] * 4] * 3)
-    plain = [logp for group in groups for logp in image_models.plain(policy.model, own.processor, group)]
-    for tokens in (1 << 20, 150):
-        for batch in make_micro_batches(rows, Packing(tokens, sharing)):
-            with torch.no_grad():
-                logp = policy(batch).logp_N
-            for member in batch.member_N.unique().tolist():
-                torch.testing.assert_close(logp[batch.member_N == member], plain[member], rtol=0, atol=1e-5)
+    assert_plain(own, sharing, groups)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
