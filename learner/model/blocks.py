@@ -4,7 +4,7 @@ What a dense mask would compute and throw away is not computed: a prompt's keys 
 completions of one row never meet. A query that looks into two blocks joins them by their weights, the sums of exponents that
 torch's kernel returns (Dao et al. 2022, "FlashAttention", arXiv 2205.14135, section 3.1); its backward pass, given the joint
 sums, finds each block's own part of the gradient. Short blocks that attend to themselves are computed together, each filled up
-on its right, where none of its queries looks.
+on its right, where none of its queries looks; a short prompt with all its completions is computed pair by pair (`regions`).
 
 The last layer computes only positions that predict something: nothing reads what it makes of the others.
 
@@ -24,17 +24,13 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 
 from async_rlhf.buffers.attention import FULL, Reach, attend_by, attends_by_name
 from async_rlhf.learner.batch.micro_batch import PolicyInputs, attention_bias
+from async_rlhf.learner.model.regions import Places, SeenRow, ShortRegions, Span, Stretch, alike, regions
 
 _NAME = "blocks"
-# Positions of a block that is computed with others: its call would cost more than its arithmetic. And of those that it may be
-# filled up by beyond its own length.
-_SHORT, _FILLED = 32, 8
+# Positions of a region that is computed pair by pair, and of a block in a longer one that is computed with others.
+_SHORT_REGION, _SHORT_BLOCK = 128, 32
 _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-Span = tuple[int, int, int, int]
-"""A line of `blocks_B4`."""
 
 
 @dataclass(frozen=True)
@@ -58,58 +54,22 @@ class AttentionBlock:
 
 
 @dataclass(frozen=True)
-class _ShortBlocks:
-    """Blocks that attend to themselves, the longest of `width` positions. place_S: int64, their positions in the row; filled_S:
-    int64, the places of these in [block, width] flattened; None where all blocks are as long."""
-
-    place_S: Tensor
-    filled_S: Tensor | None
-    width: int
-
-    @classmethod
-    def of(cls, blocks: Sequence[AttentionBlock]) -> _ShortBlocks:
-        width = max(block.end - block.query for block in blocks)
-        place_BQ = torch.tensor([block.query for block in blocks])[:, None] + torch.arange(width)
-        is_own_BQ = place_BQ < torch.tensor([block.end for block in blocks])[:, None]
-        filled_S = None if bool(is_own_BQ.all()) else is_own_BQ.flatten().nonzero().squeeze(1)
-        return cls(place_BQ[is_own_BQ], filled_S, width)
-
-    def taken(self, whole: Tensor) -> Tensor:
-        """[1, H, T, d] to [B, H, width, d]; zeros where they are filled up."""
-        rows_SHd = whole.transpose(1, 2)[0].index_select(0, self.place_S)
-        if self.filled_S is not None:
-            number = -(-(int(self.filled_S[-1]) + 1) // self.width) * self.width
-            rows_SHd = rows_SHd.new_zeros(number, *rows_SHd.shape[1:]).index_copy_(0, self.filled_S, rows_SHd)
-        return rows_SHd.view(-1, self.width, *rows_SHd.shape[1:]).transpose(1, 2)
-
-    def put(self, whole: Tensor, part: Tensor) -> None:
-        """The reverse: the other positions of `whole` stay as they are."""
-        rows_SHd = part.transpose(1, 2).flatten(0, 1)
-        if self.filled_S is not None:
-            rows_SHd = rows_SHd.index_select(0, self.filled_S)
-        whole.transpose(1, 2)[0].index_copy_(0, self.place_S, rows_SHd)
-
-
-@dataclass(frozen=True)
 class _Blocks:
-    """What a layer computes: short blocks together, then one after the other."""
+    """What a layer computes: short regions, short blocks that attend to themselves, then each other block."""
 
-    together: Sequence[_ShortBlocks]
+    regions: Sequence[ShortRegions]
+    short: Sequence[Places]
     single: Sequence[AttentionBlock]
 
     @classmethod
-    def of(cls, blocks: Iterable[AttentionBlock]) -> _Blocks:
-        single, short = list[AttentionBlock](), list[AttentionBlock]()
+    def of(cls, regions: Sequence[ShortRegions], blocks: Iterable[AttentionBlock]) -> _Blocks:
+        single, short = list[AttentionBlock](), list[Stretch]()
         for block in blocks:
-            (short if block.is_causal and block.end - block.query <= _SHORT else single).append(block)
-        alike = list[list[AttentionBlock]]()
-        for block in sorted(short, key=lambda block: block.query - block.end):
-            longest = alike[-1][0] if alike else block
-            if alike and block.end - block.query + _FILLED >= longest.end - longest.query:
-                alike[-1].append(block)
+            if block.is_causal and block.end - block.query <= _SHORT_BLOCK:
+                short.append(Stretch(block.query, block.end))
             else:
-                alike.append([block])
-        return cls([_ShortBlocks.of(each) for each in alike], single)
+                single.append(block)
+        return cls(regions, [Places.of(each) for each in alike(short)], single)
 
 
 @dataclass(frozen=True)
@@ -137,9 +97,14 @@ def attend_in_blocks(model: nn.Module) -> bool:
 def planned(batch: PolicyInputs, reach: Reach, dtype: torch.dtype, last_layer: int | None) -> Tensor:
     """The `attention_mask` argument for layers of this reach, for a batch of one row. last_layer: its number."""
     spans = [(query, end, key, stop) for query, end, key, stop in batch.blocks_B4.tolist()]
-    asked = torch.zeros(batch.ids_RL.shape[1], dtype=torch.bool)
-    asked[batch.source_N] = True
-    every, last = (_Blocks.of(_blocks(each, batch.positions_RL, reach, dtype)) for each in (spans, _asked(spans, asked)))
+    asked_T = torch.zeros(batch.ids_RL.shape[1], dtype=torch.bool)
+    asked_T[batch.source_N] = True
+    row, split = SeenRow.of(spans, batch.positions_RL, reach), regions(spans)
+    short = [ShortRegions.of(each, row) for each in alike(each for each, _ in split if each.length <= _SHORT_REGION)]
+    long = [span for each, own in split if each.length > _SHORT_REGION for span in own]
+    long.sort(key=lambda span: span[0] != span[2])
+    every = _Blocks.of(short, _blocks(long, row, dtype))
+    last = _Blocks.of([each.behind(asked_T) for each in short], _blocks(_asked(long, asked_T), row, dtype))
     mask: Any = torch.empty(1, 1, 0, 0)  # models pass a mask of four dimensions on unchanged; an empty one has no other effect
     mask.plan = _LayerPlan(every, last, last_layer)
     return cast(Tensor, mask)
@@ -161,13 +126,13 @@ def _asked(spans: Sequence[Span], asked_T: Tensor) -> Iterator[Span]:
     yield from before
 
 
-def _blocks(spans: Iterable[Span], positions_1T: Tensor, reach: Reach, dtype: torch.dtype) -> Iterator[AttentionBlock]:
+def _blocks(spans: Iterable[Span], row: SeenRow, dtype: torch.dtype) -> Iterator[AttentionBlock]:
     for query, end, key, stop in spans:
-        queries, keys = positions_1T[:, query:end, None], positions_1T[:, None, key:stop]
-        if reach == FULL or reach.covers(queries.amax(), keys[0, 0, 0]):
+        queries, keys = row.positions_T[None, query:end, None], row.positions_T[None, None, key:stop]
+        if row.reach == FULL or row.reach.covers(queries.amax(), keys[0, 0, 0]):
             yield AttentionBlock(query, end, key, stop, None)
             continue
-        seen = reach.covers(queries, keys)
+        seen = row.reach.covers(queries, keys)
         seen = seen.tril() if key == query else seen
         if seen.any():
             yield AttentionBlock(query, end, key, stop, attention_bias(seen, dtype))
@@ -187,19 +152,36 @@ def _attention(
     width, scale = value.shape[-1], named.get("scaling") or query.shape[-1] ** -0.5
     narrow = width < query.shape[-1]  # the kernel takes one width
     value = pad(value, (0, query.shape[-1] - width)) if narrow else value
-    out = _Blockwise.apply(query, key, value, plan.of(module), scale)  # type: ignore[no-untyped-call]
+    with torch.autocast(query.device.type, enabled=False):  # pairs of short regions are computed in 32 bits
+        out = _Blockwise.apply(query, key, value, plan.of(module), scale)  # type: ignore[no-untyped-call]
     return (out[..., :width] if narrow else out).transpose(1, 2).contiguous(), None
+
+
+def _zeros_like(whole: Tensor) -> Tensor:
+    """[1, H, T, d], in memory [T, H, d]."""
+    return torch.zeros_like(whole.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def _by_head(part: Tensor, like: Tensor) -> Tensor:
+    """[B H, W, d] to [B, H, W, d]."""
+    return part.view(-1, like.shape[1], *part.shape[1:])
 
 
 class _Blockwise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: _Blocks, scale: float) -> Tensor:
-        out = torch.zeros_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-        sums = torch.full(query.shape[:-1], -torch.inf, device=query.device)  # logarithms of sums of exponents
-        for short in blocks.together:
-            result, of_short = _flash(*map(short.taken, (query, key, value)), 0.0, True, attn_mask=None, scale=scale)
-            short.put(out, result)
-            short.put(sums[..., None], of_short[..., None])
+        out = _zeros_like(query)
+        sums = torch.full_like(out[..., 0], -torch.inf, dtype=torch.float32)  # logarithms of sums of exponents
+        kept = []
+        for region in blocks.regions:
+            read, weights = region.attended(query, key, value, scale)
+            region.queries.put(out, read)
+            kept.append(weights)
+        for places in blocks.short:
+            parts = (_by_head(places.taken(each), query) for each in (query, key, value))
+            result, of_short = _flash(*parts, 0.0, True, attn_mask=None, scale=scale)
+            places.put(out, result)
+            places.put(sums[..., None], of_short)
         for block in blocks.single:
             at, seen = slice(block.query, block.end), slice(block.key, block.stop)
             q, k, v = query[:, :, at], key[:, :, seen], value[:, :, seen]
@@ -211,23 +193,29 @@ class _Blockwise(torch.autograd.Function):
                 out[:, :, at].mul_((sums[..., at] - joint).exp_()[..., None])
                 out[:, :, at].addcmul_(result, (of_block - joint).exp_()[..., None])
                 sums[..., at] = joint
-        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.save_for_backward(query, key, value, out, sums, *kept)
         ctx.blocks, ctx.scale = blocks, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        query, key, value, out, sums = ctx.saved_tensors
-        grads = [torch.zeros_like(each) for each in (query, key, value)]
-        for short in ctx.blocks.together:
-            *taken, sums_BHQ1 = [short.taken(each) for each in (grad, query, key, value, out, sums[..., None])]
-            parts = _flash_backward(*taken, sums_BHQ1[..., 0], 0.0, True, attn_mask=None, scale=ctx.scale)
-            for whole, part in zip(grads, parts, strict=True):
-                short.put(whole, part)
+        query, key, value, out, sums, *kept = ctx.saved_tensors
+        grads = [_zeros_like(each) for each in (query, key, value)]
+        for region, weights in zip(ctx.blocks.regions, kept, strict=True):
+            for whole, (columns, part) in zip(
+                grads, region.gradients(grad, query, key, value, weights, ctx.scale), strict=True
+            ):
+                columns.put(whole, part)
+        for places in ctx.blocks.short:
+            taken = (places.cleared_(places.taken(grad)), *map(places.taken, (query, key, value, out, sums[..., None])))
+            *inputs, sums_BHW1 = (_by_head(each, query) for each in taken)
+            of_short = _flash_backward(*inputs, sums_BHW1[..., 0], 0.0, True, attn_mask=None, scale=ctx.scale)
+            for whole, part in zip(grads, of_short, strict=True):
+                places.put(whole, part)
         for block in ctx.blocks.single:
             at, seen = slice(block.query, block.end), slice(block.key, block.stop)
-            inputs = grad[:, :, at], query[:, :, at], key[:, :, seen], value[:, :, seen], out[:, :, at], sums[..., at]
-            parts = _flash_backward(*inputs, 0.0, block.is_causal, attn_mask=block.bias, scale=ctx.scale)
-            for whole, where, part in zip(grads, (at, seen, seen), parts, strict=True):
+            around = grad[:, :, at], query[:, :, at], key[:, :, seen], value[:, :, seen], out[:, :, at], sums[..., at]
+            of_block = _flash_backward(*around, 0.0, block.is_causal, attn_mask=block.bias, scale=ctx.scale)
+            for whole, where, part in zip(grads, (at, seen, seen), of_block, strict=True):
                 whole[:, :, where].copy_(part) if block.is_own else whole[:, :, where].add_(part)
         return (*grads, None, None)

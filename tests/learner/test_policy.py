@@ -24,6 +24,7 @@ from async_rlhf.experiments.doctor import families
 from async_rlhf.learner.batch.packing import Packing, make_micro_batches
 from async_rlhf.learner.batch.rows import make_rows
 from async_rlhf.learner.config import LearnerConfig, LossConfig
+from async_rlhf.learner.model import blocks
 from async_rlhf.learner.model.check import check_policy
 from async_rlhf.learner.model.policy import Policy
 from async_rlhf.learner.step.controller import Controller
@@ -168,8 +169,12 @@ def of_parameters(model: PreTrainedModel, logp: torch.Tensor) -> dict[str, torch
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+# Regions pair by pair; short blocks together; each block by itself.
+LIMITS = [(blocks._SHORT_REGION, blocks._SHORT_BLOCK), (0, 32), (0, 0)]
+
+
 @pytest.mark.parametrize("kind", [*sorted(FAMILIES), *ONE_A_ROW])
-def test_log_probabilities_and_gradients_are_those_of_plain_passes(kind: str) -> None:
+def test_log_probabilities_and_gradients_are_those_of_plain_passes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = families.model(kind)
     policy = Policy(model, LearnerConfig())
     check_policy(policy)
@@ -177,13 +182,18 @@ def test_log_probabilities_and_gradients_are_those_of_plain_passes(kind: str) ->
     assert (policy.sharing == policy.sharings[0]) == (kind != "doge"), "the way that costs least; Doge makes its own mask"
     rows = make_rows(MIXED, [[1.0] * len(group.rollouts) for group in MIXED])
     plain = [oracles.rollout_logprobs(model, *each) for each in MEMBERS]
-    for sharing in policy.sharings[policy.sharings.index(policy.sharing) :]:  # on other devices a later one is taken
+    ways = [
+        (each, LIMITS[0]) for each in policy.sharings[policy.sharings.index(policy.sharing) :]
+    ]  # on other devices a later one
+    for sharing, limits in [*ways, *((policy.sharing, each) for each in LIMITS[1:] if policy.sharing == "blocks")]:
         policy.sharing = sharing
+        for name, limit in zip(("_SHORT_REGION", "_SHORT_BLOCK"), limits, strict=True):
+            monkeypatch.setattr(blocks, name, limit)
         (batch,) = make_micro_batches(rows, Packing(8192, sharing))
         found, *_ = policy(batch)
         wanted = torch.cat([plain[member] for member in batch.member_N.unique_consecutive().tolist()])
         torch.testing.assert_close(found, wanted, rtol=0, atol=ROUNDING)
-        assert_same_gradients(of_parameters(model, found), of_parameters(model, wanted), BENT, sharing)
+        assert_same_gradients(of_parameters(model, found), of_parameters(model, wanted), BENT, f"{sharing} {limits}")
 
 
 def test_a_model_that_looks_ahead_is_refused() -> None:
