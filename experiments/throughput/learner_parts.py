@@ -48,7 +48,7 @@ _LOADS: dict[str, tuple[dict[str, int] | None, np.ndarray, int, int, float]] = {
 }
 # Of the controller and of its machine, by the name of the part.
 _PARTS = {"batch": "partition", "forward": "predict", "backward": "backward", "optimizer": "apply"}
-_PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::addmm_": 1}  # and which argument is the first matrix
+_PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1}  # with weights, and which argument is the first matrix
 _ATTENTION = ("_Blockwise", "_BlockwiseBackward")
 _REPEATS = 5
 
