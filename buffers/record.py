@@ -12,6 +12,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -149,7 +150,7 @@ class Rollout:
         """T."""
         return len(self.completion_ids)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """N: those that bear a loss."""
         return sum(num_tokens for _, num_tokens in self.sampled_spans())
@@ -184,7 +185,7 @@ class Rollout:
         """Which of the spans begin the row anew, by index, ascending."""
         return [index for index, span in enumerate(self.spans) if span.restarts]
 
-    @property
+    @cached_property
     def pieces(self) -> list[Piece]:
         """The pieces that plain passes read, in order; one without restarts."""
         return pieces(self.spans)
@@ -201,7 +202,7 @@ class Rollout:
         was_sampled = self.sampled
         return [int(was_sampled[piece.start : piece.stop].sum()) for piece in self.pieces]
 
-    @property
+    @cached_property
     def num_read(self) -> int:
         """Tokens behind the prompt that a forward pass reads: of each piece all but the last."""
         return self.length - 1 - len(self.restarts)

@@ -220,7 +220,8 @@ def _tensors(rows: Sequence[BatchRow], packing: Packing) -> MicroBatch:
         optional |= {"prompts_Q4": torch.tensor(layout.prompts), "images_I2": as_numbers(layout.images)}
     if packing.recorded_references:
         optional["logp_reference_N"] = _joined([r.reference for r in rollouts if r.reference is not None], np.float32)
-    comparable = [_comparable(r, not sampling.truncation) for r, sampling in zip(rollouts, samplings, strict=True)]
+    from_all = [not row.group.sampling.truncation for row in rows]
+    comparable = [_comparable(each.rollout, of) for row, of in zip(rows, from_all, strict=True) for each in row.members]
     return MicroBatch(
         ids_RL=torch.from_numpy(layout.ids),
         positions_RL=torch.from_numpy(layout.positions),
