@@ -1,4 +1,4 @@
-"""Tiny random models of images and text, of six families, as directories with processor, tokenizer and chat template."""
+"""Tiny random models of images and text, of seven families, as directories with processor, tokenizer and chat template."""
 
 from __future__ import annotations
 
