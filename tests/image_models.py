@@ -1,4 +1,4 @@
-"""Tiny random models of images and text, of six families, as directories with processor, tokenizer and chat template."""
+"""Tiny random models of images and text, of seven families, as directories with processor, tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -89,7 +90,7 @@ def _gemma3() -> tuple[Any, Any, Any, dict[str, Any]]:
     config = transformers.Gemma3Config(
         text_config=_TEXT
         | {"vocab_size": len(tokenizer), "head_dim": 8, "sliding_window": 6, "layer_types": _LAYERS, "num_hidden_layers": 3},
-        vision_config=_VISION | {"image_size": 16, "patch_size": 4},
+        vision_config=_VISION | {"image_size": 16, "patch_size": 4, "vision_use_head": False},
         mm_tokens_per_image=4,
         image_token_id=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
         boi_token_id=tokenizer.convert_tokens_to_ids("<start_of_image>"),
@@ -182,11 +183,19 @@ def make(family: str, directory: Path, *, wide: bool = False) -> PreTrainedModel
         if weights.dim() > 1:
             torch.nn.init.normal_(weights, std=0.15)
     model.save_pretrained(directory)
+    if config.vision_config.model_type == "siglip_vision_model":
+        _as_published(directory / "model.safetensors")
     tokenizer.chat_template = TEMPLATE.replace("IMAGE", settings.pop("mark"))
     tokenizer.save_pretrained(directory)
     images.save_pretrained(directory)
     (directory / "processor_config.json").write_text(json.dumps(settings))
     return model
+
+
+def _as_published(file: Path) -> None:
+    """With the level of names that transformers keeps of a directory that it was read from, and gives none of its own."""
+    tensors = load_file(file)
+    save_file({name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in tensors.items()}, file)
 
 
 def _widen(config: Any) -> None:

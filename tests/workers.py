@@ -1,7 +1,8 @@
 """In which order tests are given to pytest-xdist's workers, and which of them go to one worker together.
 
 Long ones first: the end is then made of many short ones, and no worker waits long for the other. Together go tests that share
-something which is slow to start, and those that start vLLM, of which each takes gigabytes of memory.
+something which is slow to start, and those that start vLLM, of which each takes gigabytes of memory; small ones of two families
+of images may run at a time.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from xdist.scheduler import LoadScopeScheduling
 
 _VLLM = re.compile(r"/test_vllm_|[\[-]vllm[\]-]")
+_FAMILY = re.compile(r"/test_vllm_images\.py::\w+\[([^]-]+)")
 _TOGETHER = (
     "tests/async_rlhf/test_going_back.py", "tests/async_rlhf/test_ray.py", "tests/experiments/test_counterfactual.py",
     "tests/experiments/test_sweep_on_ray.py", "tests/learner/test_ranks.py", "tests/planning/test_plan_search.py",
@@ -36,7 +38,8 @@ class Scheduling(LoadScopeScheduling):
 def group(nodeid: str) -> str:
     """Tests of one group are run by one worker, one after the other; most are a group of their own."""
     if starts_vllm(nodeid):
-        return "vllm"
+        family = _FAMILY.search(nodeid)
+        return f"vllm {family[1]}" if family else "vllm"
     return next((start for start in _TOGETHER if nodeid.startswith(start)), nodeid)
 
 

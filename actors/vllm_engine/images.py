@@ -29,6 +29,8 @@ class ImagePrompts:
         self._reader, self._images, self._lock = reader, images.another(), threading.Lock()
         reader.info.get_hf_processor = lambda *kinds, **options: self._images.of_model
         reader._apply_prompt_updates = self._found
+        if reader.info.get_hf_config().model_type == "llava_onevision":
+            _read_together(reader, self._images.of_model)
         self._recent = lru_cache(_RECENT)(self._read)
 
     @property
@@ -61,3 +63,20 @@ class ImagePrompts:
                 "it reads images of this model otherwise than transformers. Set engine.kind = 'torch'"
             )
         return token_ids, found
+
+
+def _read_together(reader: Any, processor: Any) -> None:
+    """LLaVA-OneVision reads several images in one tile each, and vLLM would cut every one as if it stood alone."""
+    given, alone = reader._get_hf_mm_inputs, reader.info.get_num_image_tokens
+    are_several = False
+
+    def together(*arguments: Any) -> Any:
+        nonlocal are_several
+        data, *rest = given(*arguments)
+        are_several = len(data["images"]) > 1
+        return {**data, "images": [data["images"]]}, *rest
+
+    def num_places(**size: int) -> int:
+        return int(processor.num_image_tokens + 1 if are_several else alone(**size))  # one at the end of the tile's lines
+
+    reader._get_hf_mm_inputs, reader.info.get_num_image_tokens = together, num_places

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 CPU_KV_BYTES = 1 << 30
 """Keys and values on a CPU where the configuration names no limit: vLLM would take most of its memory."""
 # Families whose images it reads, and whose new weights it takes, as transformers does.
-_READS = ("idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+_READS = ("idefics3", "internvl", "llava_onevision", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+# Tokens of an image see each other there, for which vLLM has no attention on a CPU; on a GPU it was not held to plain passes.
+_READS_NOT = {"gemma3": " (vLLM's attention on a CPU hides tokens of an image from those before them)"}
 # What vLLM takes of a GPU when nothing is set (0.32).
 _GPU_SHARE = 0.92
 _SHARE = "gpu_memory_utilization"
@@ -57,7 +59,8 @@ class VLLMEngineConfig(EngineConfig):
     def images_obstacle(self, model_type: str) -> str:
         if model_type in _READS:
             return ""
-        return f"engine.kind = {self.kind!r}, which reads images for {', '.join(_READS)}, not {model_type}; 'torch' can"
+        why = _READS_NOT.get(model_type, "")
+        return f"engine.kind = {self.kind!r}, which reads images for {', '.join(_READS)}, not {model_type}{why}; 'torch' can"
 
     def compared(self, model_dir: str, images: ImageProcessor | None = None) -> str:
         """Behind images, where the model reads some."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,8 @@ from async_rlhf.actors.vllm_engine.weights import ACTOR_PID, IndexedWeights
 
 if TYPE_CHECKING:
     import torch
+
+_TOWER = re.compile(r"\bvision_tower\.(?!vision_model\.)")
 
 
 class WeightLoader:
@@ -32,8 +36,26 @@ class WeightLoader:
         """
         # It warns of each layer that gets no weights; which may be left out was checked.
         logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
-        directory = Path(self.model_runner.vllm_config.model_config.model)
-        self.model_runner.reload_weights(weights_iterator=_tensors(path, directory))
+        directory, model = Path(self.model_runner.vllm_config.model_config.model), self.model_runner.get_model()
+        self.model_runner.reload_weights(weights_iterator=_named(model, _tensors(path, directory)))
+        _pack_tied(model)
+
+
+def _named(model: Any, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Where a tower is SigLIP's, vLLM's names have one level more than those of transformers, as published files have."""
+    has_level = hasattr(getattr(model, "vision_tower", None), "vision_model")
+    for name, tensor in tensors:
+        yield _TOWER.sub("vision_tower.vision_model.", name) if has_level else name, tensor
+
+
+def _pack_tied(model: Any) -> None:
+    """On a CPU vLLM multiplies by packed copies of weights, and a layer gets a new one when a set names it: not an output layer
+    with the weights of the embeddings."""
+    packed = [layer for layer in model.modules() if hasattr(layer, "cpu_linear")]
+    times = Counter(id(layer.weight) for layer in packed)
+    for layer in packed:
+        if times[id(layer.weight)] > 1:
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 def _tensors(path: str, directory: Path) -> Iterator[tuple[str, torch.Tensor]]:

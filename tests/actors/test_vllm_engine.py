@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from async_rlhf.actors.engine import Request, RolloutKey
 from async_rlhf.actors.vllm_engine.settings import VLLMEngineConfig
@@ -77,7 +78,7 @@ def test_a_temperature_that_vllm_would_change_is_refused(engine: Any) -> None:
 # Sizes that vLLM's kernels know; beside llama, which `conformance` serves.
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128, "num_hidden_layers": 2}
 OWN: dict[str, dict[str, Any]] = {
-    "qwen3": {"use_sliding_window": False},
+    "qwen3": {"use_sliding_window": False, "tie_word_embeddings": True},
     "mistral": {},
     "gemma3_text": {"layer_types": ("sliding_attention", "full_attention")},
 }
@@ -85,7 +86,9 @@ OWN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.rest
 @pytest.mark.parametrize("kind", OWN)
-def test_other_families_are_sampled_as_plain_passes_say_beyond_their_windows_too(kind: str, tmp_path: Path) -> None:
+def test_other_families_are_sampled_as_plain_passes_say_beyond_their_windows_of_new_weights_too(
+    kind: str, tmp_path: Path
+) -> None:
     loading = pytest.importorskip("async_rlhf.actors.vllm_engine.loading")
     pytest.importorskip("vllm")
     model = families.model(kind, **SIZES, **OWN[kind])
@@ -94,10 +97,15 @@ def test_other_families_are_sampled_as_plain_passes_say_beyond_their_windows_too
         rng = np.random.default_rng(0)
         prompts = [tuple(rng.integers(3, 40, length).tolist()) for length in (5, 19, 30)]
         requests = [Request(RolloutKey(0, 0, at), prompt, 20, Sampling(), seed=at) for at, prompt in enumerate(prompts)]
-        ended = finished(engine, requests)
+        for version in range(2):
+            ended = finished(engine, requests)
+            for request in requests:
+                completion = ended[request.key]
+                plain = families.plain_logprobs(model, list(request.prompt_ids), completion.token_ids.tolist()).detach()
+                np.testing.assert_allclose(completion.logprobs, plain.numpy(), rtol=0, atol=TOLERANCE)
+            with torch.no_grad():
+                for weights in model.parameters():
+                    weights.mul_(1.05)
+            engine.load_weights(version + 1, raw_weights(model))
     finally:
         engine.close()
-    for request in requests:
-        completion = ended[request.key]
-        plain = families.plain_logprobs(model, list(request.prompt_ids), completion.token_ids.tolist()).detach()
-        np.testing.assert_allclose(completion.logprobs, plain.numpy(), rtol=0, atol=TOLERANCE)

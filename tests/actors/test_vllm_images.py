@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +29,7 @@ from tests.actors.vllm_model import plain_logprobs
 pytestmark = [pytest.mark.rest, pytest.mark.filterwarnings("ignore")]
 
 TOLERANCE = 1e-4
-# Of the others transformers or vLLM import packages that its CPU build is installed without.
+# What transformers or vLLM import for the others is installed apart, by `make test-all`.
 ALONE = ("idefics3",)
 
 
@@ -53,7 +54,7 @@ class Running:
         self.engine.load_weights(self.engine.version + 1, {name: raw(p.detach().clone()) for name, p in named.items()})
 
 
-@pytest.fixture(scope="module", params=["idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm"])
+@pytest.fixture(scope="module", params=sorted(image_models.MAKERS.keys() - {"gemma3"}))
 def running(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     pytest.importorskip("vllm")
     if request.param not in ALONE and not find_spec("torchvision"):
@@ -62,6 +63,7 @@ def running(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     found = Running(Served(request.param, tmp_path_factory.mktemp(request.param), wide=True))
     yield found
     found.engine.close()
+    gc.collect()  # vLLM leaves a socket context to the collector, which warns of it
 
 
 def test_sampled_log_probabilities_are_those_of_plain_passes(running: Running) -> None:
@@ -173,9 +175,9 @@ def test_an_engine_without_the_store_refuses_images(running: Running, monkeypatc
         running.engine.submit([running.own.request(0, 0, running.own.images[0])])
 
 
-@pytest.mark.parametrize("family", ["gemma3", "internvl"])
-def test_a_family_that_was_not_held_to_plain_passes_is_refused_by_name(family: str, tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
-    own = Served(family, tmp_path)
-    with pytest.raises(ConfigError, match=f"idefics3, qwen2_5_vl, qwen3_vl, smolvlm, not {family}; 'torch'"):
+def test_gemma_3_is_refused_by_name_as_long_as_tokens_of_an_image_cannot_see_each_other(tmp_path: Path) -> None:
+    attention = pytest.importorskip("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
+    assert not attention.supports_mm_prefix()
+    own = Served("gemma3", tmp_path)
+    with pytest.raises(ConfigError, match=r"smolvlm, not gemma3 \(vLLM's attention on a CPU hides .*; 'torch' can"):
         VLLMEngineConfig(kind="vllm").start(str(tmp_path), on_update="keep", version=0, images=own.processor)
