@@ -31,6 +31,8 @@ class PaddedChunks:
     beyond the buffer."""
     origin: torch.Tensor
     """int64 [2, W], the chunk of each token and its place in that."""
+    writes: tuple[tuple[int, int, int, int], ...]
+    """The same: a chunk, a row that it is written into, and the columns from and to which."""
     sources: torch.Tensor | None
     """int64 [K], the row each chunk reads; None where every chunk begins its row, and attends to its own tokens alone."""
 
@@ -57,6 +59,11 @@ class PaddedChunks:
             length=int((starts + lengths).max()),
             place=place.to(device),
             origin=torch.stack((of_chunk, tokens)).to(device),
+            writes=tuple(
+                (index, row, chunk.start, chunk.start + len(chunk.ids))
+                for index, chunk in enumerate(chunks)
+                for row in chunk.rows
+            ),
             sources=None if begin else torch.tensor([chunk.rows[0] for chunk in chunks], device=device),
         )
 
