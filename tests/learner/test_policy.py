@@ -169,8 +169,8 @@ def of_parameters(model: PreTrainedModel, logp: torch.Tensor) -> dict[str, torch
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-# Regions pair by pair; short blocks together; each block by itself.
-LIMITS = [(blocks._SHORT_REGION, blocks._SHORT_BLOCK), (0, 32), (0, 0)]
+# Regions pair by pair; of longer ones short blocks together; each block by itself.
+LIMITS = [(blocks._SHORT_REGION, blocks._SHORT_BLOCK), (25, 32), (0, 0)]
 
 
 @pytest.mark.parametrize("kind", [*sorted(FAMILIES), *ONE_A_ROW])
