@@ -41,7 +41,7 @@ def supported(rollout: Rollout) -> Rollout:
     """As if each token had been chosen among three."""
     ids = [[token, (token + 1) % 24, (token + 7) % 24] for token in rollout.completion_ids.tolist()]
     sampling_mask = SamplingMask(np.full(len(ids), 3, np.int32), np.array(ids, np.int32).ravel())
-    return Rollout(**{**vars(rollout), "sampling_mask": sampling_mask})
+    return replace(rollout, sampling_mask=sampling_mask)
 
 
 def by_the_learner(directory: Path, group: Group) -> list[Float32Array]:
@@ -142,7 +142,7 @@ def test_a_reference_that_fails_says_why_and_says_no_number(tmp_path: Path) -> N
     broken.save_pretrained(tmp_path)
     group = make_group(0, [3, 3])
     texts = [np.array(ids, np.int32) for ids in ([4, 23, 5], [4, 6, 5])]
-    rollouts = tuple(Rollout(**{**vars(r), "completion_ids": ids}) for r, ids in zip(group.rollouts, texts, strict=True))
+    rollouts = tuple(replace(r, completion_ids=ids) for r, ids in zip(group.rollouts, texts, strict=True))
     failed, good = scored(
         spec(tmp_path), Group(**{**vars(group), "prompt_ids": np.array([1, 2], np.int32), "rollouts": rollouts})
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -68,18 +67,14 @@ def test_a_file_that_holds_a_secret_can_be_read_by_this_user_alone(small: Any, t
 
 def test_a_tracker_is_given_asterisks(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     got: dict[str, Any] = {}
-    wandb: Any = types.ModuleType("wandb")
-    wandb.Settings = lambda **settings: None
-    wandb.init = lambda **settings: (got.update(settings), types.SimpleNamespace(define_metric=lambda *a, **k: None))[1]
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.delitem(sys.modules, "async_rlhf.run.tracking.to_wandb", raising=False)
+    begun = types.SimpleNamespace(define_metric=lambda *a, **k: None)
+    monkeypatch.setattr(pytest.importorskip("wandb"), "init", lambda **settings: (got.update(settings), begun)[1])
     own = {"api_key": KEY, "api_key_env": "MY_KEY", "max_tokens": 9, "url": f"http://me:{KEY}@host/v1"}
     options = {"rewards.options": {"judge": own}, "rewards.functions": ["judge.py:judge"]}
     run = RunDir.create(small(**SECRETS, **options))
     run.retire()
     monkeypatch.setenv("WANDB_MODE", "offline")
     opened("wandb", run, 1)
-    monkeypatch.delitem(sys.modules, "async_rlhf.run.tracking.to_wandb")
     assert KEY not in json.dumps(got["config"]) and got["config"]["hooks"]["url"] == "**********"
     shown = {**own, "api_key": "**********", "url": "http://**********@host/v1"}
     assert got["config"]["rewards"]["options"]["judge"] == shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from fractions import Fraction
 from typing import Any
 
@@ -136,8 +136,8 @@ def same(one: Group, other: Group) -> bool:
         flat = vars(group) | {"prompt_ids": (group.prompt_ids.dtype, group.prompt_ids.tolist())}
         arrays = ("completion_ids", "logprobs")
         flat["rollouts"] = [
-            vars(r)
-            | {name: (vars(r)[name].dtype, vars(r)[name].tobytes()) for name in arrays}
+            {field.name: getattr(r, field.name) for field in fields(r)}
+            | {name: (getattr(r, name).dtype, getattr(r, name).tobytes()) for name in arrays}
             | {"reference": r.reference is not None and (r.reference.dtype, r.reference.tobytes())}
             | {"routing": r.routing is not None and (r.routing.dtype, r.routing.tolist())}
             | {"sampling_mask": r.sampling_mask and [(ids.dtype, ids.tolist()) for ids in vars(r.sampling_mask).values()]}
