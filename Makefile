@@ -41,7 +41,7 @@ help:
 	@echo "make train-chat  set up, fetch a small chat model into .cache/ and train it (about 20 minutes)"
 	@echo "make train-tools  set up and train a tiny model to call a calculator, and to play a game (about two minutes)"
 	@echo "make test    set up and prove every guarantee, in four processes (a quarter of an hour on two cores)"
-	@echo "make test-all  the rest: every case of what make test takes a part of, vLLM, DeepSpeed, Ray, long runs (a quarter of an hour)"
+	@echo "make test-all  the rest: every case of what make test takes a part of, vLLM, DeepSpeed, Ray, long runs (half an hour)"
 	@echo "make check   set up, then ruff and mypy"
 	@echo "make docs    set up, then the site of these documents and the Python API, into build/site"
 	@echo "make simulate  the queue under kills, cuts and full disks: SEEDS=0:10000 JOBS=1"
