@@ -115,9 +115,13 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers ships without types
         seen = []
         for buffers, new in ((self.keys, new_keys), (self.values, new_values)):
             buffer = self._buffer(buffers, layer, new)
-            buffer[chunks.place[0], :, chunks.place[1]] = new[chunks.origin[0], :, chunks.origin[1]]
+            self._store(buffer, new, chunks)
             seen.append(new if chunks.sources is None else buffer[chunks.sources, :, : chunks.length])
         return seen[0], seen[1]
+
+    def _store(self, buffer: torch.Tensor, new: torch.Tensor, chunks: PaddedChunks) -> None:
+        """[K, H, P, D] into the rows that get each chunk."""
+        buffer[chunks.place[0], :, chunks.place[1]] = new[chunks.origin[0], :, chunks.origin[1]]
 
     def write_tokens(self, layer: int, new_keys: torch.Tensor, new_values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store [N, H, D] at the places of `begin_tokens`; returns keys and values of the first N rows at most, views of

@@ -52,6 +52,7 @@ class KeptCache(RowCache):
             padded,
             place=torch.from_numpy(np.concatenate(place, axis=1)).to(device),
             origin=torch.from_numpy(np.concatenate(origin, axis=1)).to(device),
+            writes=(),  # what is kept is no stretch of columns
             sources=torch.tensor([chunk.rows[0] for chunk in chunks], device=device),
         )
         longest = padded.ids.shape[1]
@@ -73,7 +74,7 @@ class KeptCache(RowCache):
         for buffers, new in ((self.keys, new_keys), (self.values, new_values)):
             buffer = self._buffer(buffers, layer, new)
             seen.append(torch.cat((buffer[chunks.sources], new), dim=2))
-            buffer[chunks.place[0], :, chunks.place[1]] = new[chunks.origin[0], :, chunks.origin[1]]
+            self._store(buffer, new, chunks)
         return seen[0], seen[1]
 
     def clear_rows(self, rows: Sequence[int]) -> None:

@@ -107,17 +107,10 @@ class ReservedCache(RowCache):
     def release(self, num_rows: int) -> None:
         self.clear_rows(range(num_rows, self._num_rows))
 
-    def write_chunks(
-        self, layer: int, new_keys: torch.Tensor, new_values: torch.Tensor, chunks: PaddedChunks
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row by row, for each is contiguous: a third of the price of an index."""
-        seen = []
-        for buffers, new in ((self.keys, new_keys), (self.values, new_values)):
-            buffer = self._buffer(buffers, layer, new)
-            for index, row, start, stop in chunks.writes:
-                buffer[row, :, start:stop] = new[index, :, : stop - start]
-            seen.append(new if chunks.sources is None else buffer[chunks.sources, :, : chunks.length])
-        return seen[0], seen[1]
+    def _store(self, buffer: torch.Tensor, new: torch.Tensor, chunks: PaddedChunks) -> None:
+        """Row by row, for each is contiguous: half the price of an index."""
+        for index, row, start, stop in chunks.writes:
+            buffer[row, :, start:stop] = new[index, :, : stop - start]
 
     def reserve(self, length: int, num_rows: int = 0) -> None:
         """Make sure every buffer has at least `length` columns, keeping what they hold."""

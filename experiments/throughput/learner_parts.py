@@ -1,11 +1,11 @@
-"""Where does a learner step go? Its parts in milliseconds, beside the time that its matrix products take by themselves.
+"""Where does a learner step go? Its parts in milliseconds, beside the time that its products with weights take by themselves.
 
 Three models on one core: the shipped one with the batch of `configs/quick.toml` (16 prompts of 54 tokens, 8 completions of 4 to
 8), and random ones of 39 and 100 million parameters with the long-tailed lengths of the part `learner`. Seconds are of the
 thread, so that other programs count less.
 
 - ours:      `Controller.step`, as a run calls it
-- products:  each matrix product of that step once more, at its shapes, on matrices that lie ready
+- products:  each matrix product with weights of that step once more, at its shapes, on matrices that lie ready
 
 Its parts: the batch made of groups; the forward pass; the backward pass; clipping and optimizer; the rest is the loss and what
 is counted. Of both passes apart: their products, attention (a profile's share), and what is left, small operations and the

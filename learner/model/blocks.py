@@ -162,11 +162,6 @@ def _zeros_like(whole: Tensor) -> Tensor:
     return torch.zeros_like(whole.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-def _by_head(part: Tensor, like: Tensor) -> Tensor:
-    """[B H, W, d] to [B, H, W, d]."""
-    return part.view(-1, like.shape[1], *part.shape[1:])
-
-
 class _Blockwise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: _Blocks, scale: float) -> Tensor:
@@ -178,8 +173,7 @@ class _Blockwise(torch.autograd.Function):
             region.queries.put(out, read)
             kept.append(weights)
         for places in blocks.short:
-            parts = (_by_head(places.taken(each), query) for each in (query, key, value))
-            result, of_short = _flash(*parts, 0.0, True, attn_mask=None, scale=scale)
+            result, of_short = _flash(*map(places.taken, (query, key, value)), 0.0, True, attn_mask=None, scale=scale)
             places.put(out, result)
             places.put(sums[..., None], of_short)
         for block in blocks.single:
@@ -207,9 +201,10 @@ class _Blockwise(torch.autograd.Function):
             ):
                 columns.put(whole, part)
         for places in ctx.blocks.short:
-            taken = (places.cleared_(places.taken(grad)), *map(places.taken, (query, key, value, out, sums[..., None])))
-            *inputs, sums_BHW1 = (_by_head(each, query) for each in taken)
-            of_short = _flash_backward(*inputs, sums_BHW1[..., 0], 0.0, True, attn_mask=None, scale=ctx.scale)
+            g, *taken, sums_BHW1 = map(places.taken, (grad, query, key, value, out, sums[..., None]))
+            of_short = _flash_backward(
+                places.cleared_(g), *taken, sums_BHW1[..., 0], 0.0, True, attn_mask=None, scale=ctx.scale
+            )
             for whole, part in zip(grads, of_short, strict=True):
                 places.put(whole, part)
         for block in ctx.blocks.single:

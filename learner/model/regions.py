@@ -106,10 +106,10 @@ class Places:
         return Places(self.place_BW[:, first:], None if self.is_own_BW is None else self.is_own_BW[:, first:])
 
     def taken(self, whole: Tensor) -> Tensor:
-        """[1, H, T, d] to [B H, W, d]."""
+        """[1, H, T, d] to [B, H, W, d], in 32 bits at least."""
         rows_BHW = self._rows(whole)
         rows = whole.transpose(1, 2).reshape(-1, whole.shape[-1]).index_select(0, rows_BHW.flatten())
-        return rows.view(-1, rows_BHW.shape[2], whole.shape[-1]).to(torch.promote_types(whole.dtype, torch.float32))
+        return rows.view(*rows_BHW.shape, whole.shape[-1]).to(torch.promote_types(whole.dtype, torch.float32))
 
     def put(self, whole: Tensor, part: Tensor) -> None:
         """The reverse: the other positions of `whole` stay as they are."""
@@ -120,10 +120,8 @@ class Places:
         whole.transpose(1, 2).view(-1, whole.shape[-1]).index_copy_(0, rows.flatten(), part)
 
     def cleared_(self, part: Tensor) -> Tensor:
-        """[B H, W, d], zeros where stretches are filled up."""
-        if self.is_own_BW is not None:
-            part.view(len(self.place_BW), -1, *part.shape[1:]).masked_fill_(~self.is_own_BW[:, None, :, None], 0)
-        return part
+        """[B, H, W, d], zeros where stretches are filled up."""
+        return part if self.is_own_BW is None else part.masked_fill_(~self.is_own_BW[:, None, :, None], 0)
 
     def _rows(self, whole: Tensor) -> Tensor:
         """int64 [B, H, W]: of `whole` as [T H, d]."""
@@ -133,29 +131,27 @@ class Places:
 
 @dataclass(frozen=True)
 class ShortRegions:
-    """Stretches that attend to nothing outside. bias_BQW: float32."""
+    """Stretches that attend to nothing outside. bias_B1QW: float32."""
 
     queries: Places
     keys: Places
-    bias_BQW: Tensor
+    bias_B1QW: Tensor
 
     @classmethod
     def of(cls, stretches: Sequence[Stretch], row: SeenRow) -> ShortRegions:
         places = Places.of(stretches)
-        return cls(places, places, attention_bias(row.seen(places.place_BW), torch.float32)[:, 0])
+        return cls(places, places, attention_bias(row.seen(places.place_BW), torch.float32))
 
     def behind(self, asked_T: Tensor) -> ShortRegions:
         """Without the queries before the first that one of them is asked for."""
         first = int(asked_T[self.queries.place_BW].int().argmax(1).min())
-        return replace(self, queries=self.queries.behind(first), bias_BQW=self.bias_BQW[:, first:])
+        return replace(self, queries=self.queries.behind(first), bias_B1QW=self.bias_B1QW[:, :, first:])
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """What queries read, [B H, Q, d], and the weights, [B H, Q, W]."""
+        """What queries read, [B, H, Q, d], and the weights, [B, H, Q, W]."""
         q, k, v = self.queries.taken(query).mul_(scale), self.keys.taken(key), self.keys.taken(value)
-        scores = torch.bmm(q, k.transpose(1, 2))
-        scores.view(len(self.bias_BQW), -1, *scores.shape[1:]).add_(self.bias_BQW[:, None])
-        weights = torch.softmax(scores, -1)
-        return torch.bmm(weights, v), weights
+        weights = torch.matmul(q, k.mT).add_(self.bias_B1QW).softmax(-1)
+        return torch.matmul(weights, v), weights
 
     def gradients(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, weights: Tensor, scale: float
@@ -163,8 +159,7 @@ class ShortRegions:
         """Of queries, keys and values."""
         q, k, v = self.queries.taken(query).mul_(scale), self.keys.taken(key), self.keys.taken(value)
         g = self.queries.cleared_(self.queries.taken(grad))
-        of_weights = torch.bmm(g, v.transpose(1, 2))
-        of_scores = torch._softmax_backward_data(of_weights, weights, -1, weights.dtype)
-        yield self.queries, torch.bmm(of_scores, k).mul_(scale)
-        yield self.keys, torch.bmm(of_scores.transpose(1, 2), q)
-        yield self.keys, torch.bmm(weights.transpose(1, 2), g)
+        of_scores = torch._softmax_backward_data(torch.matmul(g, v.mT), weights, -1, weights.dtype)
+        yield self.queries, torch.matmul(of_scores, k).mul_(scale)
+        yield self.keys, torch.matmul(of_scores.mT, q)
+        yield self.keys, torch.matmul(weights.mT, g)
